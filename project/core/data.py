@@ -1,0 +1,160 @@
+"""Index to batches: a dataset keyed by (epoch, sample), batch samplers that carry the keys, a loader that can resume."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from project.core.errors import BadImageError
+from project.core.images import read_image
+from project.core.index import ImageIndex
+from project.core.seed import mix, seeded
+
+IGNORE = -1  # the target of a sample that does not count: padding, or a replaced image in validation
+
+Sample = tuple[Tensor, int, int]
+T = TypeVar("T")
+
+
+class TrainImages(Dataset[Sample]):
+    """Augmented images. Each depends on (seed, epoch, sample) alone: not on rank, worker, or what was loaded before."""
+
+    def __init__(self, index: ImageIndex, transform: Callable[[Tensor], Tensor], *, seed: int, skip_bad: bool) -> None:
+        self.index, self.transform, self.seed, self.skip_bad = index, transform, seed, skip_bad
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        """uint8 [3, h, w], its target, and its number in the index; ~number where another image took its place."""
+        epoch, i = key
+        image, used = _read(self.index, i, skip_bad=self.skip_bad)
+        with seeded(mix(self.seed, epoch, i)):
+            image = self.transform(image)
+        return image, int(self.index.targets[used]), i if used == i else ~i
+
+
+class ValImages(Dataset[Sample]):
+    """Images for exact evaluation: a sample that must not count carries the target IGNORE."""
+
+    def __init__(self, index: ImageIndex, transform: Callable[[Tensor], Tensor], *, skip_bad: bool) -> None:
+        self.index, self.transform, self.skip_bad = index, transform, skip_bad
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, key: tuple[int, bool]) -> Sample:
+        """uint8 [3, h, w], its target or IGNORE, and its number in the index; ~number where another took its place."""
+        i, counts = key
+        image, used = _read(self.index, i, skip_bad=self.skip_bad)
+        counts = counts and used == i
+        return self.transform(image), int(self.index.targets[i]) if counts else IGNORE, i if used == i else ~i
+
+
+def _read(index: ImageIndex, i: int, *, skip_bad: bool) -> tuple[Tensor, int]:
+    """Image i, or with skip_bad the next readable one: the same for every rank and run."""
+    for step in range(len(index)):
+        used = (i + step) % len(index)
+        try:
+            return read_image(index.path(used)), used
+        except BadImageError:
+            if not skip_bad:
+                raise
+    raise BadImageError(f"none of the {len(index)} images in {index.folder} can be read")
+
+
+class TrainBatchSampler(BatchSampler):
+    """Batches of (epoch, sample) keys; skips what a resumed epoch has already seen before anything is decoded.
+
+    A trainer may have put in a sampler that shuffles whatever was asked for: `shuffle` has the last word.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, shuffle: bool = True) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.skip = 0
+        if not shuffle and hasattr(sampler, "shuffle"):
+            sampler.shuffle = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        epoch, skip, self.skip = getattr(self.sampler, "epoch", 0), self.skip, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skip:
+                yield [(epoch, i) for i in batch]
+
+
+class ValBatchSampler(BatchSampler):
+    """Full batches of (sample, counts) keys: what DistributedSampler repeats and what fills the last batch don't count.
+
+    DistributedSampler gives rank r of W the positions r, r + W, r + 2W ... of the sequence, which it continues from the
+    start until all ranks have the same number: those at or beyond its length are the repeated ones.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        world_size = getattr(self.sampler, "num_replicas", 1)
+        rank = getattr(self.sampler, "rank", 0)
+        size = len(self.sampler.dataset if hasattr(self.sampler, "dataset") else self.sampler.data_source)
+        position = 0
+        for batch in super().__iter__():
+            keys = [(i, (position + k) * world_size + rank < size) for k, i in enumerate(batch)]
+            position += len(batch)
+            yield keys + [(batch[0], False)] * (self.batch_size - len(batch))
+
+
+class ResumableLoader(DataLoader[T]):
+    """A DataLoader that knows how many batches of which epoch it has given, and goes on from there.
+
+    Its `__iter__` is a generator, so that nothing is prefetched before the first `next`: a trainer may ask for the
+    iterator before it has told the sampler the epoch.
+    """
+
+    def __init__(self, dataset: Dataset[T], resume: dict[str, int] | None = None, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+        self.resume = resume
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resume, self.resume = self.resume, None
+        self.given = resume["batches"] if resume and resume["epoch"] == self.epoch else 0
+        self.batch_sampler.skip = self.given  # type: ignore[union-attr]
+        for batch in super().__iter__():
+            self.given += 1
+            yield batch
+
+    @property
+    def epoch(self) -> int:
+        return getattr(self.batch_sampler.sampler, "epoch", 0)  # type: ignore[union-attr]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batches": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume = dict(state)
+
+
+def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 [n, 3, h, w], int64 [n] targets, int64 [n] sample numbers."""
+    images, targets, numbers = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(targets), torch.tensor(numbers)
+
+
+def init_worker(_: int) -> None:
+    """The trainer decides what a signal means; its loader processes end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def loader_options(*, num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """What the training and the validation loader have in common, as DataLoader's own keywords."""
+    return {
+        "num_workers": num_workers,
+        "collate_fn": collate,
+        "pin_memory": pin_memory,
+        "persistent_workers": num_workers > 0,
+        "worker_init_fn": init_worker,
+    }

@@ -1,0 +1,45 @@
+"""The embedded data set: 1,797 handwritten digits, rendered as JPEG files in ImageNet's folder layout.
+
+Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998,
+https://doi.org/10.24432/C50P49, CC BY 4.0; the test part, in the compressed form in which scikit-learn ships it:
+one line per digit, 64 pixels of 0 to 16 and the class.
+"""
+
+import gzip
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+_FILE = Path(__file__).with_name("digits.csv.gz")
+_PIXELS = 32  # height and width of the files, from 8 x 8 by bicubic interpolation
+_VAL_EVERY = 5  # each fifth digit is for validation: 1,438 and 359
+
+
+def render_digits(cache: Path) -> Path:
+    """The folder with train/<digit>/ and val/<digit>/, made at first use; a half-made one is never seen."""
+    folder = cache / "digits-1"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=cache, prefix="digits-", suffix=".tmp"))
+    try:
+        with gzip.open(_FILE) as file:
+            rows = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+        for i, row in enumerate(rows):
+            pixels = np.rint(row[:64].reshape(8, 8) * (255 / 16)).astype(np.uint8)
+            target = partial / ("val" if i % _VAL_EVERY == _VAL_EVERY - 1 else "train") / str(row[64])
+            target.mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray(pixels).resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
+            image.save(target / f"{i:04d}.jpg", quality=95)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        os.rename(partial, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

@@ -1,0 +1,289 @@
+"""Which images a folder holds, found once and remembered; files that no one meant to be images never become samples."""
+
+import csv
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+
+from project.core.config import DIGITS, DataConfig
+from project.core.digits import render_digits
+from project.core.errors import UserError
+from project.core.images import EXTENSIONS
+
+_VERSION = 1
+_RACY_NS = 2_000_000_000  # a folder changed this shortly before the scan may change again within one tick of its clock
+
+
+def cache_folder() -> Path:
+    """`$LOCKSTEP_CACHE`, else the user's cache folder of this system."""
+    return Path(os.environ.get("LOCKSTEP_CACHE") or platformdirs.user_cache_path("lockstep"))
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """Image paths and class numbers as flat arrays, which loader workers share without copying.
+
+    Attributes:
+        folder: What the paths are relative to.
+        classes: Class names; a target is a position in this list.
+        names: All relative paths, encoded, one after another.
+        ends: int64 [n], where each path ends in `names`.
+        targets: int64 [n].
+        ignored: Number of files that are not images, with one of them.
+    """
+
+    folder: str
+    classes: list[str]
+    names: np.ndarray
+    ends: np.ndarray
+    targets: np.ndarray
+    ignored: tuple[int, str] = (0, "")
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def name(self, i: int) -> str:
+        """Path of image i, relative to the folder."""
+        start = self.ends[i - 1] if i else 0
+        return os.fsdecode(self.names[start : self.ends[i]].tobytes())
+
+    def path(self, i: int) -> str:
+        return os.path.join(self.folder, self.name(i))
+
+    def select(self, keep: np.ndarray) -> "ImageIndex":
+        """The images whose positions are in `keep`, with the same classes."""
+        return make_index(self.folder, self.classes, [(self.name(i), int(self.targets[i])) for i in keep], self.ignored)
+
+
+def make_index(
+    folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")
+) -> ImageIndex:
+    encoded = [os.fsencode(name) for name, _ in samples]
+    return ImageIndex(
+        folder=folder,
+        classes=classes,
+        names=np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        ends=np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        targets=np.array([target for _, target in samples], dtype=np.int64),
+        ignored=ignored,
+    )
+
+
+# Scanning
+
+
+@dataclass
+class _Scan:
+    folder: str
+    stamps: dict[str, int] = field(default_factory=dict)  # each folder that was read -> its modification time, ns
+    ignored: int = 0
+    example: str = ""
+
+    def ignore(self, name: str) -> None:
+        self.ignored += 1
+        self.example = self.example or name
+
+    def entries(self, name: str) -> Iterator[os.DirEntry]:
+        path = os.path.join(self.folder, name)
+        self.stamps[name] = os.stat(path).st_mtime_ns  # before reading: a change during the scan is seen next time
+        with os.scandir(path) as found:
+            yield from sorted(found, key=lambda entry: entry.name)
+
+    def images(self, name: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+        """Images below a folder, in order of path; links are followed, loops are not."""
+        status = os.stat(os.path.join(self.folder, name))
+        if (status.st_dev, status.st_ino) in above:
+            return
+        for entry in self.entries(name):
+            child = f"{name}/{entry.name}" if name else entry.name
+            if entry.is_dir():
+                if entry.name.startswith("."):
+                    self.ignore(child)
+                else:
+                    yield from self.images(child, (*above, (status.st_dev, status.st_ino)))
+            elif not is_image(entry.name) or not entry.is_file():  # is_file: a dangling link is not
+                self.ignore(child)
+            else:
+                yield child
+
+
+def is_image(name: str) -> bool:
+    return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
+
+
+def _scan_classes(folder: str) -> tuple[ImageIndex, dict[str, int]]:
+    """The class folders of `folder`, in sorted order, as torchvision's ImageFolder numbers them."""
+    scan = _Scan(folder)
+    classes: list[str] = []
+    samples: list[tuple[str, int]] = []
+    loose = 0
+    for entry in scan.entries(""):
+        if not entry.is_dir() or entry.name.startswith("."):
+            loose += is_image(entry.name)
+            scan.ignore(entry.name)
+            continue
+        found = list(scan.images(entry.name))
+        if not found:
+            raise UserError(
+                f"The class folder {os.path.join(folder, entry.name)} holds no image.\n"
+                f"Remove it or fill it; images end in {', '.join(EXTENSIONS)}."
+            )
+        samples += [(name, len(classes)) for name in found]
+        classes.append(entry.name)
+    if not classes and loose:
+        raise UserError(
+            f"{folder} holds {loose:,} images but no class folders, so nothing says what they show.\n"
+            "Move each image into a folder named after its class: val/<class>/<image>. For ImageNet's validation set\n"
+            "Kaggle's LOC_val_solution.csv names the classes; put it beside ILSVRC/ and it is used as it is."
+        )
+    if not classes:
+        raise UserError(f"{folder} is empty: --data.root must hold train/<class>/ and val/<class>/ with images.")
+    return make_index(folder, classes, samples, (scan.ignored, scan.example)), scan.stamps
+
+
+def _fresh(folder: str, stamps: dict[str, int], scanned_ns: int) -> bool:
+    try:
+        return all(
+            os.stat(os.path.join(folder, name)).st_mtime_ns == stamp and stamp < scanned_ns - _RACY_NS
+            for name, stamp in stamps.items()
+        )
+    except FileNotFoundError:
+        return False
+
+
+def load_index(folder: Path) -> ImageIndex:
+    """The index of a folder of class folders: from the cache while no folder has changed, else scanned and cached.
+
+    Files and folders that were added, removed or renamed change a folder's modification time and are noticed; an image
+    overwritten in place is not.
+    """
+    real = os.path.realpath(folder)
+    cached = cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:24]}.npz"
+    if cached.is_file():
+        with np.load(cached) as file:
+            meta = json.loads(file["meta"].tobytes())
+            if meta["version"] == _VERSION and _fresh(real, meta["stamps"], meta["scanned_ns"]):
+                arrays = {name: file[name] for name in ("names", "ends", "targets")}
+                return ImageIndex(real, meta["classes"], ignored=tuple(meta["ignored"]), **arrays)
+    started = time.time_ns()
+    index, stamps = _scan_classes(real)
+    meta = {
+        "version": _VERSION,
+        "scanned_ns": started,
+        "stamps": stamps,
+        "classes": index.classes,
+        "ignored": index.ignored,
+    }
+    encoded = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".tmp", delete=False) as file:
+        np.savez(file, meta=encoded, names=index.names, ends=index.ends, targets=index.targets)
+    os.replace(file.name, cached)
+    return index
+
+
+# Training and validation
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The training and the validation images, with the same classes in the same order."""
+
+    train: ImageIndex
+    val: ImageIndex
+    source: str  # in words, for the start line
+
+    @property
+    def classes(self) -> list[str]:
+        return self.train.classes
+
+
+def _kaggle_val(folder: Path, solution: Path, classes: list[str]) -> ImageIndex:
+    """ImageNet's flat validation folder, its classes taken from Kaggle's LOC_val_solution.csv."""
+    number = {name: i for i, name in enumerate(classes)}
+    samples = []
+    with solution.open(newline="") as file:
+        for row in csv.DictReader(file):
+            wnid = row["PredictionString"].split()[0]
+            if wnid not in number:
+                raise UserError(f"{solution} names the class {wnid}, which has no folder in {folder.parent / 'train'}.")
+            samples.append((f"{row['ImageId']}.JPEG", number[wnid]))
+    return make_index(os.path.realpath(folder), classes, sorted(samples))
+
+
+def _same_classes(train: ImageIndex, val: ImageIndex) -> None:
+    missing = [name for name in train.classes if name not in set(val.classes)]
+    extra = [name for name in val.classes if name not in set(train.classes)]
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f"{val.folder} lacks {len(missing)} of the classes in {train.folder}: {', '.join(missing[:5])}")
+        if extra:
+            parts.append(f"{val.folder} has {len(extra)} that {train.folder} lacks: {', '.join(extra[:5])}")
+        raise UserError(
+            "Training and validation must have the same class folders. " + ";\n".join(parts) + "\n"
+            "Add or remove those folders, so that a class has the same number in both."
+        )
+
+
+def _held_out(index: ImageIndex, fraction: float) -> np.ndarray:
+    """Whether each image is for validation: by a hash of its path, so that adding images moves no other one."""
+    digests = (hashlib.sha256(os.fsencode(index.name(i))).digest()[:8] for i in range(len(index)))
+    return np.array([int.from_bytes(digest, "big") < fraction * 2**64 for digest in digests], dtype=bool)
+
+
+def load_splits(config: DataConfig) -> Splits:
+    """Find the images that `data.root` names, in any of the layouts of DataConfig.
+
+    Raises:
+        UserError: no root, no folder, no images, or classes that differ between training and validation.
+    """
+    if config.root is None:
+        raise UserError(
+            "--data.root is missing: name a folder with train/<class>/ and val/<class>/, or `digits` for the embedded data."
+        )
+    if config.root == DIGITS:
+        root = render_digits(cache_folder())
+        return Splits(load_index(root / "train"), load_index(root / "val"), f"digits (embedded; UCI, CC BY 4.0) in {root}")
+    root = Path(config.root).expanduser()
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UserError(f"--data.root {root} {what}: name a folder with train/<class>/ and val/<class>/.")
+    kaggle = root / "ILSVRC" / "Data" / "CLS-LOC"
+    images = kaggle if kaggle.is_dir() else root
+    if not (images / "train").is_dir():
+        if (images / "val").is_dir():
+            raise UserError(
+                f"--data.root {root} has val/ but no train/. To evaluate on class folders alone, name them:\n"
+                f"--data.root {images / 'val'} --data.val_fraction 1"
+            )
+        return _split_class_folders(load_index(images), config.val_fraction)
+    if not (images / "val").is_dir():
+        raise UserError(f"--data.root {root} has train/ but no val/: add val/<class>/ with the validation images.")
+    train = load_index(images / "train")
+    solution = root / "LOC_val_solution.csv"
+    if solution.is_file() and not any(entry.is_dir() for entry in os.scandir(images / "val")):
+        val = _kaggle_val(images / "val", solution, train.classes)
+    else:
+        val = load_index(images / "val")
+    _same_classes(train, val)
+    return Splits(train, val, str(root))
+
+
+def _split_class_folders(index: ImageIndex, fraction: float) -> Splits:
+    held_out = _held_out(index, fraction)
+    if not held_out.any():
+        raise UserError(
+            f"Of the {len(index)} images in {index.folder}, --data.val_fraction {fraction} holds out none for validation.\n"
+            "Give a larger share, or make train/<class>/ and val/<class>/."
+        )
+    source = f"{index.folder} ({fraction:.0%} held out for validation: --data.val_fraction)"
+    return Splits(index.select(np.flatnonzero(~held_out)), index.select(np.flatnonzero(held_out)), source)

@@ -1,0 +1,48 @@
+"""Optimizer and learning rate, as torch has them."""
+
+import math
+
+from torch import nn, optim
+from torch.optim.lr_scheduler import LambdaLR
+
+from project.core.config import ModelConfig
+from project.core.errors import UserError
+
+
+def build_optimizer(model: nn.Module, config: ModelConfig) -> optim.Optimizer:
+    return optim.SGD(
+        model.parameters(),
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=config.weight_decay,
+    )
+
+
+def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0), as a share of the peak."""
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "step":
+        return config.step_gamma ** (step // (config.step_epochs * steps_per_epoch))
+    if config.schedule == "cosine":
+        done = (step - warmup) / max(1, total_steps - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return 1.0
+
+
+def build_schedule(
+    optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None
+) -> LambdaLR:
+    """A schedule that is stepped once after each optimizer step.
+
+    Raises:
+        UserError: a cosine schedule for a training without an end.
+    """
+    if total_steps is None and config.schedule == "cosine":
+        raise UserError("--model.schedule cosine needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+    return LambdaLR(
+        optimizer,
+        lambda step: lr_factor(step, config=config, steps_per_epoch=steps_per_epoch, total_steps=total_steps or 0),
+    )

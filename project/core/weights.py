@@ -1,0 +1,77 @@
+"""State dicts of torchvision, timm and our own checkpoints, into a torchvision ResNet."""
+
+import re
+from typing import Any
+
+from torch import Tensor
+from torchvision.models import ResNet
+
+from project.core.checkpoint import RECORD, read_file
+from project.core.errors import UserError
+
+_PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
+
+
+def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict[str, Tensor]:
+    """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add."""
+    for key in ("state_dict", "model", "state_dict_ema"):
+        if isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    tensors = {_PREFIX.sub("", name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if "fc.weight" not in tensors or "conv1.weight" not in tensors:
+        found = ", ".join(list(tensors)[:3]) or "no tensor"
+        raise UserError(f"{flag} {path} holds no ResNet as torchvision and timm name it (found {found}).")
+    return tensors
+
+
+def read_weights(path: str, *, flag: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state dict in a file, and what one of our checkpoints says of itself (else an empty dict)."""
+    content = read_file(path, flag=flag)
+    return extract_state_dict(content, path=path, flag=flag), content.get(RECORD, {})
+
+
+def match_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, checked against a model's names and shapes (which may be on the meta device).
+
+    Args:
+        model: The network to fill.
+        path: Any file that `read_weights` reads.
+        flag: How the user named the file.
+        new_head: Leave the last layer out where the file's has another size.
+
+    Returns:
+        The tensors, and in one line what they are.
+
+    Raises:
+        UserError: the file holds another architecture, or another number of classes without `new_head`.
+    """
+    tensors, _ = read_weights(path, flag=flag)
+    mine, theirs = model.fc.out_features, len(tensors["fc.weight"])
+    done = f"weights: all of {path}"
+    if mine != theirs and not new_head:
+        raise UserError(f"{flag} {path} has {theirs} classes, the data has {mine}: name weights for these classes.")
+    if mine != theirs and tensors["fc.weight"].shape[1] == model.fc.in_features:
+        del tensors["fc.weight"], tensors["fc.bias"]
+        done = f"weights: {path}; its head for {theirs} classes is replaced by a new one for {mine}"
+    optional = {name for name in model.state_dict() if name.endswith("num_batches_tracked")}  # absent from old files
+    if mine != theirs:
+        optional |= {"fc.weight", "fc.bias"}
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    missing = sorted(wanted.keys() - optional - tensors.keys())
+    surplus = sorted(tensors.keys() - wanted.keys())
+    shapes = [name for name in wanted if name in tensors and tensors[name].shape != wanted[name]]
+    if missing or surplus or shapes:
+        first = (missing or surplus or shapes)[0]
+        raise UserError(
+            f"{flag} {path} fits another network: {len(missing)} tensors are missing, {len(surplus)} too many, "
+            f"{len(shapes)} of another shape (first: {first}). Choose its --model.arch."
+        )
+    return tensors, done
+
+
+def load_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False) -> str:
+    """Fill the model from a file, as `match_weights` allows; returns what was done, in one line."""
+    tensors, done = match_weights(model, path, flag=flag, new_head=new_head)
+    model.load_state_dict(tensors, strict=False)  # names and shapes have been checked
+    return done

@@ -1,0 +1,15 @@
+"""Train with Lightning: `python -m project.fit --devices 4 --strategy ddp`."""
+
+import sys
+
+from project.core.launch import run_command
+
+
+def main() -> int:
+    from project.lit.run import fit
+
+    return fit(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    run_command(main)

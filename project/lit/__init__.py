@@ -1,0 +1,1 @@
+"""The Lightning trainer: a LightningModule, a LightningDataModule, callbacks, and the command line around them."""

@@ -1,0 +1,115 @@
+"""Training loss, learning rate, images per second and the share of time spent waiting for data, per logging interval."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+
+class _Late:
+    """A tensor on its way to the host, read when the device has long finished it: no step waits for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        on_cuda = value.device.type == "cuda"
+        self.host = torch.empty_like(value, device="cpu", pin_memory=on_cuda)
+        self.host.copy_(value, non_blocking=True)
+        self.event = torch.cuda.Event() if on_cuda else None
+        if self.event:
+            self.event.record()
+
+    def read(self) -> list[float]:
+        if self.event:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+class TrainMetrics(Callback):
+    """Logs the mean over all ranks and over the interval of `trainer.log_every_n_steps`; one interval late.
+
+    Attributes:
+        history: Rows of step and values, over resumes too: `train/loss`, `train/lr`, `val/top1` ...
+        replaced: Unreadable images that were replaced on this rank, with the number of the first.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, float]] = []
+        self.replaced: list[int] = []
+        self._pending: tuple[dict[str, float], _Late] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = state_dict["history"]
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest training row, empty before the first."""
+        return next((row for row in reversed(self.history) if "train/loss" in row), {})
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restart(pl_module)
+
+    def _restart(self, pl_module: LightningModule) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=pl_module.device)  # loss, batches
+        self._images = 0
+        self._waited = 0.0
+        self._began = self._batch_ended = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._waited += time.perf_counter() - self._batch_ended
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        _, target, index = batch
+        self._images += len(target)
+        self._sums[0] += outputs["loss"]
+        self._sums[1] += 1
+        self.replaced += [~i for i in index.tolist() if i < 0]
+        self._batch_ended = time.perf_counter()
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+            self._close_interval(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close_interval(trainer, pl_module)
+        self._flush(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._close_interval(trainer, pl_module)
+            self._flush(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            values = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+            self.history.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **values})
+            self._restart(pl_module)
+
+    def _close_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._flush(trainer)
+        if self._images:
+            elapsed = max(self._batch_ended - self._began, 1e-9)
+            row = {
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "train/lr": trainer.optimizers[0].param_groups[0]["lr"],
+                "train/images_per_s": self._images * trainer.world_size / elapsed,
+                "train/data_wait": self._waited / elapsed,
+            }
+            self._pending = row, _Late(trainer.strategy.reduce(self._sums, reduce_op="sum"))
+            self._restart(pl_module)
+
+    def _flush(self, trainer: Trainer) -> None:
+        if self._pending:
+            row, late = self._pending
+            self._pending = None
+            loss, batches = late.read()
+            row["train/loss"] = loss / batches
+            self.history.append(row)
+            values = {name: value for name, value in row.items() if name != "step"}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=int(row["step"]))

@@ -1,0 +1,99 @@
+"""The model as a LightningModule: what happens in one step; Lightning's DDP does the rest."""
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from project.core.config import ModelConfig
+from project.core.data import IGNORE
+from project.core.model import build_model
+from project.core.optim import build_optimizer, build_schedule
+from project.core.transforms import Normalize
+from project.core.weights import load_weights
+from project.lit.data import ImageFolders
+
+
+class Classifier(LightningModule):
+    """A ResNet that learns by cross entropy and is evaluated exactly on any number of ranks."""
+
+    def __init__(self, **kwargs) -> None:  # type: ignore[no-untyped-def]  # jsonargparse reads ModelConfig's fields from here
+        super().__init__()
+        self.config = ModelConfig(**kwargs)
+        self.model: torch.nn.Module | None = None
+
+    def configure_model(self) -> None:
+        """Lightning calls this once the data is known, on every rank, before it wraps the model."""
+        if self.model is not None:
+            return
+        num_classes = self.data.num_classes
+        model = build_model(self.config, num_classes=num_classes, seed=int(os.environ["PL_GLOBAL_SEED"]))
+        if self.config.weights is not None:
+            self.print(load_weights(model, self.config.weights, flag="--model.weights", new_head=True))
+        self.model = model
+        self.normalize = Normalize()
+        counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
+        self.val_top1 = MulticlassAccuracy(**counted, top_k=1, validate_args=False)
+        self.val_top5 = MulticlassAccuracy(**counted, top_k=min(5, num_classes), validate_args=False)
+        self.val_loss = MeanMetric().set_dtype(torch.float64)
+        self.val_images = SumMetric().set_dtype(torch.float64)
+
+    @property
+    def data(self) -> ImageFolders:
+        return self.trainer.datamodule  # type: ignore[attr-defined,no-any-return]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, h, w] -> logits [n, classes]."""
+        assert self.model is not None
+        return self.model(self.normalize(images))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
+        images, target, index = batch
+        logits = self(images)
+        return F.cross_entropy(logits, target, label_smoothing=self.config.label_smoothing)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
+        images, target, index = batch
+        logits = self(images).float()
+        loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
+        counts = (target != IGNORE).double()
+        self.val_top1.update(logits, target)
+        self.val_top5.update(logits, target)
+        self.val_loss.update(loss.double(), counts)
+        self.val_images.update(counts)
+
+    def on_validation_epoch_end(self) -> None:
+        metrics = {
+            "val/top1": self.val_top1,
+            "val/top5": self.val_top5,
+            "val/loss": self.val_loss,
+            "val/images": self.val_images,
+        }
+        self.log_dict(metrics)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        assert self.model is not None
+        optimizer = build_optimizer(self.model, self.config)
+        schedule = build_schedule(
+            optimizer,
+            self.config,
+            steps_per_epoch=self.data.plan.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole training; None where nothing limits them.
+
+        Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
+        """
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        limits = [] if epochs in (None, -1) else [epochs * self.data.plan.steps_per_epoch]
+        limits += [] if steps == -1 else [steps]
+        return min(limits, default=None)

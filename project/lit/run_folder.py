@@ -1,0 +1,58 @@
+"""One new folder per run, the same on all ranks: config.yaml, metrics, checkpoints, curves.png."""
+
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from project.core.errors import UserError
+from project.lit.checkpoint import Best, Last
+from project.lit.curves import Curves
+
+RUNS = "runs"
+
+
+def new_run_folder(root: Path) -> Path:
+    """root/runs/0, 1, 2 ...: the first that did not exist. Two runs that start at once get two folders."""
+    runs = root / RUNS
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        number = max((int(entry.name) for entry in runs.iterdir() if entry.name.isdigit()), default=-1) + 1
+        while True:
+            try:
+                (runs / str(number)).mkdir()
+                return runs / str(number)
+            except FileExistsError:
+                number += 1
+    except (PermissionError, NotADirectoryError) as error:
+        raise UserError(f"Cannot write the run folder {runs}: {error.strerror}. Name another --trainer.default_root_dir.") from error
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The last.ckpt that was written last, of all runs below a root."""
+    found = sorted((root / RUNS).glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+class RunFolder(SaveConfigCallback):
+    """Makes the folder on rank 0, tells the other ranks, and points loggers, checkpoints and curves into it."""
+
+    folder: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit" or self.folder is not None:
+            return
+        made = str(new_run_folder(Path(trainer.default_root_dir))) if trainer.is_global_zero else ""
+        self.folder = Path(trainer.strategy.broadcast(made))
+        for callback in trainer.callbacks:
+            if isinstance(callback, Last | Best):
+                callback.dirpath = str(self.folder / "checkpoints")
+            if isinstance(callback, Curves):
+                callback.folder = self.folder
+        if self.config.trainer.logger in (None, True):
+            csv = CSVLogger(self.folder, name="", version="", flush_logs_every_n_steps=1)
+            _ = csv.experiment  # now: it warns when the folder holds a file
+            trainer.loggers = [csv, TensorBoardLogger(self.folder, name="", version="")]
+        if trainer.is_global_zero:
+            self.parser.save(self.config, self.folder / self.config_filename, skip_none=False)
