@@ -6,7 +6,7 @@ from project.core.launch import run_command
 
 
 def main() -> int:
-    from project.lit.run import fit
+    from project.lit.run import fit  # here, so that a failing import is reported like anything else
 
     return fit(sys.argv[1:])
 

@@ -40,10 +40,11 @@ class ModelConfig:
         num_classes: Size of the last layer; null takes the number of classes in the data.
         weights: Start from this file (.pt, .pth, .safetensors: a torchvision or timm state dict; .ckpt: one of ours).
         zero_init_residual: Start each residual block as the identity (arXiv:1706.02677, section 5.1).
+        optimizer: torch's SGD, or AdamW with its own betas.
         lr: Peak learning rate, for data.global_batch_size images per step.
         momentum: SGD's momentum.
-        nesterov: Nesterov's momentum.
-        weight_decay: L2 penalty, on all parameters.
+        nesterov: SGD with Nesterov's momentum.
+        weight_decay: On all parameters: an L2 penalty in SGD, decoupled in AdamW (arXiv:1711.05101).
         label_smoothing: Share of the target spread over all classes (arXiv:1512.00567).
         schedule: Shape of the learning rate after warm-up.
         warmup_epochs: Epochs of linear warm-up; fractions are allowed.
@@ -55,6 +56,7 @@ class ModelConfig:
     num_classes: int | None = None
     weights: str | None = None
     zero_init_residual: bool = False
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = False

@@ -115,6 +115,11 @@ class _Scan:
                 yield child
 
 
+def images_below(folder: Path) -> list[str]:
+    """Paths of the images anywhere below a folder, in order."""
+    return [os.path.join(folder, name) for name in _Scan(str(folder)).images("")]
+
+
 def is_image(name: str) -> bool:
     return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
 
@@ -240,8 +245,8 @@ def _held_out(index: ImageIndex, fraction: float) -> np.ndarray:
     return np.array([int.from_bytes(digest, "big") < fraction * 2**64 for digest in digests], dtype=bool)
 
 
-def load_splits(config: DataConfig) -> Splits:
-    """Find the images that `data.root` names, in any of the layouts of DataConfig.
+def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
+    """Find the images that `data.root` names, in any of the layouts of DataConfig; to evaluate, val/ is enough.
 
     Raises:
         UserError: no root, no folder, no images, or classes that differ between training and validation.
@@ -261,10 +266,10 @@ def load_splits(config: DataConfig) -> Splits:
     images = kaggle if kaggle.is_dir() else root
     if not (images / "train").is_dir():
         if (images / "val").is_dir():
-            raise UserError(
-                f"--data.root {root} has val/ but no train/. To evaluate on class folders alone, name them:\n"
-                f"--data.root {images / 'val'} --data.val_fraction 1"
-            )
+            if evaluate:
+                val = load_index(images / "val")
+                return Splits(val.select(np.arange(0)), val, str(root))
+            raise UserError(f"--data.root {root} has val/ but no train/: add train/<class>/ with the training images.")
         return _split_class_folders(load_index(images), config.val_fraction)
     if not (images / "val").is_dir():
         raise UserError(f"--data.root {root} has train/ but no val/: add val/<class>/ with the validation images.")

@@ -35,6 +35,14 @@ def started_by_others() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or ("SLURM_STEP_ID" in os.environ and "SLURM_NTASKS" in os.environ)
 
 
+def world_of_launcher() -> tuple[int, int]:
+    """All processes that torchrun or srun has started, and those on this node."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    world_size = int(os.environ["SLURM_NTASKS"])
+    return world_size, world_size // int(os.environ.get("SLURM_NNODES", "1"))
+
+
 def is_first_rank() -> bool:
     """Whether this process speaks for all."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) if _is_rank() else 0) == 0

@@ -1,13 +1,16 @@
 """State dicts of torchvision, timm and our own checkpoints, into a torchvision ResNet."""
 
 import re
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from torch import Tensor
 from torchvision.models import ResNet
 
 from project.core.checkpoint import RECORD, read_file
+from project.core.config import Arch
 from project.core.errors import UserError
+from project.core.model import new_model
 
 _PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
@@ -29,6 +32,18 @@ def read_weights(path: str, *, flag: str) -> tuple[dict[str, Tensor], dict[str, 
     """The state dict in a file, and what one of our checkpoints says of itself (else an empty dict)."""
     content = read_file(path, flag=flag)
     return extract_state_dict(content, path=path, flag=flag), content.get(RECORD, {})
+
+
+def find_arch(tensors: dict[str, Tensor]) -> str | None:
+    """torchvision's name of the ResNet that has these tensors, whatever its last layer; None if there is none."""
+    shapes = {name: value.shape for name, value in tensors.items() if not name.startswith("fc.")}
+    for arch in get_args(Arch):
+        with torch.device("meta"):
+            wanted = {name: value.shape for name, value in new_model(arch, num_classes=2).state_dict().items()}
+        named = {name for name in wanted if not name.startswith("fc.") and not name.endswith("num_batches_tracked")}
+        if named <= shapes.keys() <= wanted.keys() and all(shapes[name] == wanted[name] for name in named):
+            return arch
+    return None
 
 
 def match_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False) -> tuple[dict[str, Tensor], str]:
@@ -65,7 +80,8 @@ def match_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False
         first = (missing or surplus or shapes)[0]
         raise UserError(
             f"{flag} {path} fits another network: {len(missing)} tensors are missing, {len(surplus)} too many, "
-            f"{len(shapes)} of another shape (first: {first}). Choose its --model.arch."
+            f"{len(shapes)} of another shape (first: {first}).\n"
+            f"It holds a {find_arch(tensors) or 'network that torchvision does not have'}: choose it with --model.arch."
         )
     return tensors, done
 

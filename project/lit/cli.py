@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with torchrun-like short flags, and one source of truth for each setting."""
+"""The command line: LightningCLI with short flags for the trainer, and one source of truth for each setting."""
 
 import random
 import sys
@@ -8,22 +8,25 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from project.core.config import CONFIGS, DIGITS
 from project.core.errors import UserError
-from project.core.launch import drop_stale_variables, started_by_others
+from project.core.launch import drop_stale_variables, started_by_others, world_of_launcher
+from project.lit.checks import check_devices
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
+from project.lit.report import ClosingLine
 from project.lit.run_folder import RunFolder, newest_checkpoint
 
 SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
 
 
-def _value(arguments: list[str], flag: str) -> str | None:
+def flag_value(arguments: list[str], flag: str) -> str | None:
     """The last value given for a flag, as `--flag value` or `--flag=value`."""
     found = None
     for position, argument in enumerate(arguments):
@@ -52,9 +55,9 @@ def expand(arguments: list[str], *, default_config: bool) -> list[str]:
         else:
             flags.append(argument)
     if default_config and not files:
-        recipe = "digits" if _value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
+        recipe = "digits" if flag_value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
         files = ["--config", str(CONFIGS / f"{recipe}.yaml")]
-        if recipe == "digits" and _value(flags, "--data.root") is None:
+        if recipe == "digits" and flag_value(flags, "--data.root") is None:
             flags = ["--data.root", DIGITS, *flags]
     return [*files, *flags, *printing]
 
@@ -68,7 +71,10 @@ class Parser(LightningArgumentParser):
 class TrainCLI(LightningCLI):
     """`python -m project.fit`: parses, and builds model, data and trainer; runs nothing."""
 
-    def __init__(self, arguments: list[str], **kwargs: Any) -> None:
+    command = "fit"
+
+    def __init__(self, arguments: list[str], defaults: dict[str, Any] | None = None) -> None:
+        self.defaults = defaults or {}
         super().__init__(
             Classifier,
             ImageFolders,
@@ -76,12 +82,11 @@ class TrainCLI(LightningCLI):
             trainer_defaults={"max_epochs": 90, "num_sanity_val_steps": 0},
             seed_everything_default=1,
             parser_class=Parser,
-            parser_kwargs={"allow_abbrev": False, "prog": "python -m project.fit", "description": __doc__},
+            parser_kwargs={"allow_abbrev": False, "prog": f"python -m project.{self.command}", "description": self.__doc__},
             args=arguments,
             run=False,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            **kwargs,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -91,6 +96,7 @@ class TrainCLI(LightningCLI):
             default=None,
             help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
         )
+        parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -104,6 +110,9 @@ class TrainCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         drop_stale_variables(num_nodes=self.config.trainer.num_nodes)
+        if started_by_others():
+            self._follow_launcher()
+        check_devices(self.config.trainer)
         if self.config.get("ckpt_path") == "last":
             root = Path(self.config.trainer.default_root_dir or ".")
             newest = newest_checkpoint(root)
@@ -113,6 +122,22 @@ class TrainCLI(LightningCLI):
                     "or name the folder of the earlier runs with --trainer.default_root_dir."
                 )
             self.config.ckpt_path = str(newest)
+
+    def _follow_launcher(self) -> None:
+        """Under torchrun or srun the number of processes is given: take it, or refuse another one."""
+        world_size, local = world_of_launcher()
+        trainer = self.config.trainer
+        if trainer.devices == "auto":
+            trainer.devices = local
+        if trainer.num_nodes == 1:
+            trainer.num_nodes = world_size // local
+        if trainer.strategy == "auto" and world_size > 1:
+            trainer.strategy = "ddp"
+        if str(trainer.devices).isdigit() and int(trainer.devices) * trainer.num_nodes != world_size:
+            raise UserError(
+                f"--devices {trainer.devices} x --num_nodes {trainer.num_nodes} is not the {world_size} processes that "
+                "the launcher has started: give both the same number, or leave --devices out."
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init.trainer
@@ -127,7 +152,10 @@ class TrainCLI(LightningCLI):
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError) as error:  # what Lightning refuses: devices, strategies, limits
+            raise UserError(str(error)) from error
 
 
 def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
@@ -136,6 +164,7 @@ def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
     callbacks: list[Callback] = [metrics, EqualBuffers(), PendingValidation(), Record()]
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
+    callbacks.append(ClosingLine(metrics))
     if config.fast_dev_run:
         return callbacks
     callbacks.append(Curves(metrics))
@@ -144,3 +173,14 @@ def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
         if config.limit_val_batches != 0:
             callbacks.append(Best())
     return callbacks
+
+
+class ValidateCLI(TrainCLI):
+    """`python -m project.validate`: the same settings; a checkpoint brings its own network and image sizes."""
+
+    command = "validate"
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Evaluate this checkpoint of a run.")
+        parser.add_argument("--weights", type=str | None, default=None, help="Or this state dict of torchvision or timm.")
+        parser.set_defaults(self.defaults)

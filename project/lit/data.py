@@ -42,11 +42,16 @@ class ImageFolders(LightningDataModule):
 
     def prepare_data(self) -> None:
         """On one process per node: the index is made here, and read by the others in `setup`."""
-        load_splits(self.config)
+        load_splits(self.config, evaluate=self._evaluate)
 
     def setup(self, stage: str) -> None:
-        self.splits: Splits = load_splits(self.config)
+        self.splits: Splits = load_splits(self.config, evaluate=self._evaluate)
         self.seed = int(os.environ["PL_GLOBAL_SEED"])
+
+    @property
+    def _evaluate(self) -> bool:
+        assert self.trainer is not None
+        return self.trainer.state.fn != "fit"
 
     @property
     def num_classes(self) -> int:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, SumMetric
@@ -14,6 +14,7 @@ from project.core.config import ModelConfig
 from project.core.data import IGNORE
 from project.core.model import build_model
 from project.core.optim import build_optimizer, build_schedule
+from project.core.plan import BatchPlan
 from project.core.transforms import Normalize
 from project.core.weights import load_weights
 from project.lit.data import ImageFolders
@@ -34,7 +35,10 @@ class Classifier(LightningModule):
         num_classes = self.data.num_classes
         model = build_model(self.config, num_classes=num_classes, seed=int(os.environ["PL_GLOBAL_SEED"]))
         if self.config.weights is not None:
-            self.print(load_weights(model, self.config.weights, flag="--model.weights", new_head=True))
+            fitting = self.trainer.state.fn == "fit"
+            done = load_weights(model, self.config.weights, flag="--model.weights", new_head=fitting)
+            if fitting:
+                self.print(done)
         self.model = model
         self.normalize = Normalize()
         counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
@@ -78,22 +82,34 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         assert self.model is not None
-        optimizer = build_optimizer(self.model, self.config)
+        clips_fp16 = self.trainer.precision == "16-mixed" and self.trainer.gradient_clip_val is not None
+        optimizer = build_optimizer(self.model, self.config, fused=not clips_fp16)
         schedule = build_schedule(
             optimizer,
             self.config,
             steps_per_epoch=self.data.plan.steps_per_epoch,
-            total_steps=self.total_steps,
+            total_steps=total_steps(self.trainer, self.data.plan),
         )
+        self._hyperparameters = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the whole training; None where nothing limits them.
+    def on_train_start(self) -> None:
+        """A resumed run follows its configuration, not the rates that the checkpoint was written with."""
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        schedule.base_lrs = [group["initial_lr"] for group in self._hyperparameters]  # type: ignore[union-attr]
+        for group, fresh in zip(optimizer.param_groups, self._hyperparameters, strict=True):  # type: ignore[union-attr]
+            factor = schedule.lr_lambdas[0](schedule.last_epoch)  # type: ignore[union-attr]
+            group.update({**fresh, "lr": fresh["initial_lr"] * factor})
 
-        Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
-        """
-        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
-        limits = [] if epochs in (None, -1) else [epochs * self.data.plan.steps_per_epoch]
-        limits += [] if steps == -1 else [steps]
-        return min(limits, default=None)
+
+def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:
+    """Optimizer steps of the whole training; None where nothing limits them.
+
+    Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
+    """
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    limits = [] if epochs is None or epochs < 0 else [epochs * plan.steps_per_epoch]
+    limits += [] if steps < 0 else [steps]
+    return min(limits, default=None)

@@ -1,16 +1,21 @@
 """From a command line to an exit code: refuse what cannot work, start the ranks, run Lightning in each."""
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.launch import drop_stale_variables, launch, report_failure, started_by_others, started_by_us
+from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.errors import UserError
+from project.core.index import load_splits
+from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
+from project.core.model import check_num_classes
 from project.core.plan import available_cores
-from project.lit.checks import check_fit
-from project.lit.cli import TrainCLI, expand
-from project.lit.progress import percent
+from project.core.weights import find_arch, read_weights
+from project.lit.checks import check_classes, check_fit, check_weights
+from project.lit.cli import TrainCLI, ValidateCLI, expand, flag_value
+from project.lit.progress import validation_line
+from project.lit.quiet import quiet
+from project.lit.report import data_lines, run_lines
 
 
 class ReportFailure(Callback):
@@ -21,22 +26,76 @@ class ReportFailure(Callback):
             report_failure(exception)
 
 
-def start_ranks(module: str, arguments: list[str], trainer: Trainer) -> int | None:
+def _start_ranks(cli: TrainCLI, arguments: list[str]) -> int | None:
     """Start one process per rank and wait for them; None where this process is a rank itself."""
-    if started_by_us() or started_by_others() or (trainer.num_devices == 1 and trainer.num_nodes == 1):
+    trainer = cli.trainer
+    if started_by_us() or started_by_others() or trainer.num_devices * trainer.num_nodes == 1:
         return None
     threads = max(1, available_cores() // trainer.num_devices)
+    module = f"project.{cli.command}"
     return launch(module, arguments, ranks=trainer.num_devices, num_nodes=trainer.num_nodes, threads=threads)
 
 
+def _say(lines: list[str]) -> None:
+    if is_first_rank():
+        print("\n".join(lines), flush=True)
+
+
 def fit(arguments: list[str]) -> int:
+    quiet()
     cli = TrainCLI(expand(arguments, default_config=True))
     if not started_by_us():
-        check_fit(cli.trainer, cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path)
+        splits = load_splits(cli.datamodule.config)
+        plan = check_fit(cli.trainer, cli.model, cli.datamodule, splits, ckpt_path=cli.config.ckpt_path)
+        _say(data_lines(cli.datamodule.config, splits) + run_lines(cli.trainer, cli.model, plan))
     decided = ["--seed_everything", str(cli.config.seed_everything)]
     decided += ["--ckpt_path", cli.config.ckpt_path] if cli.config.ckpt_path else []
-    code = start_ranks("project.fit", [*arguments, *decided], cli.trainer)
+    code = _start_ranks(cli, [*arguments, *decided])
     if code is not None:
         return code
+    cli.trainer.callbacks.insert(0, ReportFailure())
     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     return 0
+
+
+def validate(arguments: list[str]) -> int:
+    quiet()
+    expanded = expand(arguments, default_config=False)
+    record, defaults = _describe(flag_value(expanded, "--ckpt_path"), flag_value(expanded, "--weights"))
+    given = flag_value(expanded, "--data.root")
+    if given is not None and given != defaults.get("data.root"):
+        defaults["data.val_fraction"] = 1.0  # other class folders than those it was trained on: all of them
+    cli = ValidateCLI(expanded, defaults)
+    flag = "--ckpt_path" if cli.config.ckpt_path else "--weights"
+    if not started_by_us():
+        splits = load_splits(cli.datamodule.config, evaluate=True)
+        if record:
+            check_classes(record, splits, flag=f"{flag} {cli.model.config.weights}")
+        num_classes = check_num_classes(cli.model.config, classes=splits.classes)
+        check_weights(cli.model, num_classes=num_classes, new_head=False, flag=flag)
+        _say(data_lines(cli.datamodule.config, splits))
+    code = _start_ranks(cli, arguments)
+    if code is not None:
+        return code
+    cli.trainer.callbacks.insert(0, ReportFailure())
+    [metrics] = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
+    if cli.trainer.is_global_zero:
+        print(validation_line(metrics), flush=True)
+    return 0
+
+
+def _describe(ckpt_path: str | None, weights: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says of its run (empty for plain weights), and the settings that follow from it."""
+    if (ckpt_path is None) == (weights is None):
+        raise UserError("Name what to evaluate: either --ckpt_path CHECKPOINT of a run, or --weights FILE.")
+    if ckpt_path is not None:
+        record = read_checkpoint(ckpt_path)[RECORD]
+    else:
+        tensors, record = read_weights(weights, flag="--weights")
+        if not record:
+            arch = find_arch(tensors)
+            if arch is None:
+                raise UserError(f"--weights {weights} holds no ResNet of torchvision.")
+            return {}, {"model.weights": weights, "model.arch": arch}
+    kept = {f"data.{name}": record["data"][name] for name in ("root", "val_resize", "val_size", "val_fraction")}
+    return record, {"model.weights": ckpt_path or weights, "model.arch": record["model"]["arch"], **kept}

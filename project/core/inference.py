@@ -1,0 +1,103 @@
+"""A trained classifier from a file: its network, the names of its classes, and how it wants its images."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.models import ResNet, ResNet50_Weights
+
+from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.config import DataConfig
+from project.core.errors import BadImageError, UserError
+from project.core.images import read_image
+from project.core.index import images_below
+from project.core.model import new_model
+from project.core.transforms import Normalize, val_transform
+from project.core.weights import extract_state_dict, find_arch, read_weights
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network in evaluation mode, on the CPU.
+
+    Attributes:
+        classes: Names of the class folders, or numbers where the file has none.
+        labels: What to show for each class.
+    """
+
+    network: ResNet
+    arch: str
+    classes: list[str]
+    labels: list[str]
+    val_resize: int
+    val_size: int
+
+
+def load_trained(*, ckpt_path: str | None, weights: str | None) -> Trained:
+    """From a checkpoint of a run, or from a state dict of torchvision or timm with its usual image size.
+
+    Raises:
+        UserError: neither or both were named, or the file cannot be used.
+    """
+    if (ckpt_path is None) == (weights is None):
+        raise UserError("Name a network: either --ckpt_path CHECKPOINT of a run, or --weights FILE.")
+    if ckpt_path is not None:
+        path, flag = ckpt_path, "--ckpt_path"
+        content = read_checkpoint(path)
+        tensors, record = extract_state_dict(content, path=path, flag=flag), content[RECORD]
+    else:
+        path, flag = str(weights), "--weights"
+        tensors, record = read_weights(path, flag=flag)
+    arch = find_arch(tensors)
+    if arch is None:
+        raise UserError(f"{flag} {path} holds no ResNet of torchvision.")
+    network = new_model(arch, num_classes=len(tensors["fc.weight"]))
+    network.load_state_dict(tensors, strict=False)  # find_arch has compared names and shapes
+    size = record.get("data", {"val_resize": DataConfig.val_resize, "val_size": DataConfig.val_size})
+    classes = record.get("classes") or [str(i) for i in range(network.fc.out_features)]
+    return Trained(network.eval(), arch, classes, _labels(classes), size["val_resize"], size["val_size"])
+
+
+def _labels(classes: list[str]) -> list[str]:
+    """ImageNet's category names where the classes are its 1,000, else the folder names."""
+    categories: list[str] = ResNet50_Weights.IMAGENET1K_V1.meta["categories"]
+    if len(classes) != len(categories):
+        return classes
+    by_number = classes == [str(i) for i in range(len(classes))]
+    return categories if by_number or all(re.fullmatch(r"n\d{8}", name) for name in classes) else classes
+
+
+def find_images(places: Iterable[str]) -> list[str]:
+    """Image files, and those below folders, in order.
+
+    Raises:
+        UserError: a place does not exist or holds no image.
+    """
+    found: list[str] = []
+    for place in places:
+        path = Path(place).expanduser()
+        inside = [str(path)] if path.is_file() else images_below(path) if path.is_dir() else []
+        if not inside:
+            raise UserError(f"{place}: " + ("there is no image in this folder." if path.is_dir() else "no such file or folder."))
+        found += inside
+    return found
+
+
+@torch.inference_mode()
+def predict(trained: Trained, paths: list[str], *, batch_size: int) -> Iterator[tuple[str, Tensor | BadImageError]]:
+    """For each path float32 [classes], the probabilities; or why the image cannot be read."""
+    transform = val_transform(val_resize=trained.val_resize, val_size=trained.val_size)
+    normalize = Normalize()
+    for start in range(0, len(paths), batch_size):
+        batch: dict[str, Tensor] = {}
+        for path in paths[start : start + batch_size]:
+            try:
+                batch[path] = transform(read_image(path))
+            except BadImageError as error:
+                yield path, error
+        if batch:
+            logits = trained.network(normalize(torch.stack(list(batch.values()))))
+            yield from zip(batch, logits.softmax(dim=1), strict=True)

@@ -1,0 +1,59 @@
+"""Weights for other programs: `python -m project.export --ckpt_path CKPT --out resnet50.pt` (or .safetensors, .onnx)."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from project.core.checkpoint import write_atomic
+from project.core.errors import UserError
+from project.core.inference import Trained, load_trained
+from project.core.launch import run_command
+
+
+def export_onnx(trained: Trained, path: Path) -> None:
+    """float32 [n, 3, h, w], normalised as torchvision does -> logits [n, classes], for any n, h and w."""
+    try:
+        import onnxscript  # noqa: F401  # torch.onnx needs it
+    except ModuleNotFoundError as error:
+        raise UserError("--out *.onnx needs an extra: python -m pip install -e '.[onnx]'") from error
+    example = torch.zeros(2, 3, trained.val_size, trained.val_size)
+    dims = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
+    torch.onnx.export(
+        trained.network,
+        (example,),
+        path,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=(dims,),
+        external_data=False,
+        verbose=False,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m project.export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ckpt_path", help="a checkpoint of a run")
+    parser.add_argument("--weights", help="or a state dict of torchvision or timm")
+    parser.add_argument("--out", required=True, type=Path, help="file to write: .pt, .safetensors or .onnx")
+    options = parser.parse_args()
+    out: Path = options.out
+    trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix in (".pt", ".pth"):
+        write_atomic(trained.network.state_dict(), out)
+    elif out.suffix == ".safetensors":
+        save_file(trained.network.state_dict(), out)
+    elif out.suffix == ".onnx":
+        export_onnx(trained, out)
+    else:
+        raise UserError(f"--out {out}: the name must end in .pt, .safetensors or .onnx.")
+    classes = len(trained.classes)
+    print(f"{out}: {trained.arch} with {classes:,} classes, {out.stat().st_size / 1e6:.1f} MB; made for images of", end=" ")
+    print(f"{trained.val_size} x {trained.val_size} (short side {trained.val_resize})")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
