@@ -1,1 +1,9 @@
-"""Lockstep: ResNet-50 on ImageNet with Lightning's DDP, the same in plain torch, and a proof that both do the same."""
+"""Lockstep: ResNet-50 on ImageNet with Lightning's DDP, from one command and one YAML.
+
+fit.py        train with Lightning
+validate.py   exact evaluation of a checkpoint or of weights
+predict.py    top-5 for image files and folders
+export.py     weights for torchvision, ONNX
+core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning
+lit/          the Lightning trainer: module, data, callbacks, command line
+"""
