@@ -19,6 +19,13 @@ def loader_workers(num_workers: int | None, *, local_ranks: int) -> int:
     return max(0, min(16, available_cores() // local_ranks - 1))
 
 
+def count_steps(*, max_epochs: int | None, max_steps: int, steps_per_epoch: int) -> int | None:
+    """Optimizer steps of a whole training; None where nothing limits them."""
+    limits = [] if max_epochs is None or max_epochs < 0 else [max_epochs * steps_per_epoch]
+    limits += [] if max_steps < 0 else [max_steps]
+    return min(limits, default=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """`global_batch_size` images per optimizer step = ranks x per-rank batch x accumulated batches.

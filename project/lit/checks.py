@@ -1,109 +1,24 @@
-"""What cannot work is refused before the first step, and where possible before any other process is started."""
+"""The plan of a training that can start; what cannot is refused before any other process is started."""
 
-from typing import Any
-
-import torch
 from lightning.pytorch import Trainer
 
-from project.core.checkpoint import RECORD, read_checkpoint
-from project.core.errors import UserError
+from project.core.checks import check_batches, check_resume, check_weights
 from project.core.index import Splits
-from project.core.model import check_num_classes, last_map_size, new_model
+from project.core.model import check_num_classes
 from project.core.plan import BatchPlan
-from project.core.weights import match_weights
 from project.lit.data import ImageFolders, plan_batches
 from project.lit.module import Classifier, total_steps
 
 
-_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
-
-
-def check_devices(config: Any) -> None:
-    """The trainer's settings that depend on the machine, before Lightning sees them.
-
-    Args:
-        config: The `trainer` part of the parsed configuration.
-    """
-    accelerator, precision, strategy = config.accelerator, str(config.precision), config.strategy
-    gpus = torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
-        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
-    on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
-    if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
-        raise UserError(f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu.")
-    name = strategy if isinstance(strategy, str) else str(strategy.get("class_path", strategy))
-    if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
-        raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
-    if not on_cuda and precision.startswith(("16", "transformer-engine")):
-        raise UserError(f"--precision {precision} needs a GPU; here use --precision bf16-mixed or 32-true.")
-    if on_cuda and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"--precision {precision}: this GPU has no bfloat16; use --precision 16-mixed or 32-true.")
-    if config.sync_batchnorm and not on_cuda:
-        raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
-
-
-def check_batches(plan: BatchPlan, *, train_size: int) -> None:
-    if plan.last_batch == 1 and last_map_size(train_size) == 1:
-        larger = 2 * plan.world_size * plan.accumulate
-        remedy = f"Give --data.global_batch_size {larger} or more."
-        if plan.per_rank_batch > 1:
-            remedy = "Give --data.drop_last true, or another --data.global_batch_size."
-        raise UserError(
-            f"A batch of 1 image per rank ({plan.samples} images over {plan.world_size} ranks, per-rank batch "
-            f"{plan.per_rank_batch}) cannot be normalised: at --data.train_size {train_size} the last feature map is 1 x 1, "
-            "and BatchNorm needs more than one value.\n" + remedy
-        )
-
-
-def check_weights(model: Classifier, *, num_classes: int, new_head: bool, flag: str) -> None:
-    if model.config.weights is not None:
-        with torch.device("meta"):
-            network = new_model(model.config.arch, num_classes=num_classes)
-        match_weights(network, model.config.weights, flag=flag, new_head=new_head)
-
-
-def check_classes(record: dict[str, Any], splits: Splits, *, flag: str) -> None:
-    """A checkpoint and the data must number the classes in the same way."""
-    theirs, ours = record["classes"], splits.classes
-    if theirs != ours:
-        differing = sorted(set(theirs) ^ set(ours))
-        what = f"only in one of them: {', '.join(differing[:5])}" if differing else "their order differs"
-        raise UserError(
-            f"{flag} was trained on {len(theirs)} classes, the data in {splits.source} has {len(ours)}; {what}.\n"
-            "Name the data it was trained on with --data.root, or fine-tune with --model.weights."
-        )
-
-
-def check_resume(path: str, plan: BatchPlan, splits: Splits, model: Classifier, trainer: Trainer) -> None:
-    """A checkpoint that this training can go on from."""
-    content = read_checkpoint(path)
-    record = content[RECORD]
-    flag = f"--ckpt_path {path}"
-    check_classes(record, splits, flag=flag)
-    if record["model"]["arch"] != model.config.arch:
-        raise UserError(f"{flag} holds a {record['model']['arch']}: give --model.arch {record['model']['arch']}.")
-    then, now = record["steps_per_epoch"], plan.steps_per_epoch
-    if (then, record["accumulate"]) != (now, plan.accumulate):
-        raise UserError(
-            f"{flag} was trained with {then} steps per epoch and {record['accumulate']} batches accumulated, this run would "
-            f"have {now} and {plan.accumulate}.\nGo on with the same --data.global_batch_size and accumulation, or start a "
-            "new training from it with --model.weights."
-        )
-    last = total_steps(trainer, plan)
-    if last is not None and content["global_step"] >= last:
-        raise UserError(
-            f"{flag} has already taken {content['global_step']} of {last} steps: there is nothing left to train. "
-            "Give a larger --trainer.max_epochs."
-        )
-
-
-def check_fit(trainer: Trainer, model: Classifier, data: ImageFolders, splits: Splits, *, ckpt_path: str | None) -> BatchPlan:
+def check_fit(
+    trainer: Trainer, model: Classifier, data: ImageFolders, splits: Splits, *, ckpt_path: str | None
+) -> BatchPlan:
     """The plan of a training that can start."""
     num_classes = check_num_classes(model.config, classes=splits.classes)
     plan = plan_batches(data.config, splits, trainer)
     check_batches(plan, train_size=data.config.train_size)
     if ckpt_path is None:
-        check_weights(model, num_classes=num_classes, new_head=True, flag="--model.weights")
+        check_weights(model.config, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:
-        check_resume(ckpt_path, plan, splits, model, trainer)
+        check_resume(ckpt_path, plan, splits, model.config, last=total_steps(trainer, plan))
     return plan

@@ -1,8 +1,5 @@
 """The command line: LightningCLI with short flags for the trainer, and one source of truth for each setting."""
 
-import random
-import sys
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -10,10 +7,10 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.config import CONFIGS, DIGITS
+from project.core.arguments import decide_seed, find_checkpoint, follow_launcher
+from project.core.checks import check_devices
 from project.core.errors import UserError
-from project.core.launch import drop_stale_variables, started_by_others, world_of_launcher
-from project.lit.checks import check_devices
+from project.core.launch import drop_stale_variables, started_by_others
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
@@ -21,45 +18,7 @@ from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
 from project.lit.report import ClosingLine
-from project.lit.run_folder import RunFolder, newest_checkpoint
-
-SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
-
-
-def flag_value(arguments: list[str], flag: str) -> str | None:
-    """The last value given for a flag, as `--flag value` or `--flag=value`."""
-    found = None
-    for position, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == flag:
-            found = value if equals else next(iter(arguments[position + 1 : position + 2]), None)
-    return found
-
-
-def expand(arguments: list[str], *, default_config: bool) -> list[str]:
-    """The command line as LightningCLI takes it.
-
-    Short flags become `--trainer.*`; files come first, so that a flag wins wherever it stands; without a file the
-    digits' or ImageNet's recipe is used; a seed that is to be drawn is drawn here, once for all ranks.
-    """
-    files, flags, printing = [], [], []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in ("-c", "--config"):
-            files += [argument] if equals else [argument, *(value for value in [next(rest, None)] if value is not None)]
-        elif name == "--print_config":
-            printing.append(argument)
-        elif name.removeprefix("--") in SHORT and name.startswith("--"):
-            flags.append(f"--trainer.{name[2:]}{equals}{value}")
-        else:
-            flags.append(argument)
-    if default_config and not files:
-        recipe = "digits" if flag_value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
-        files = ["--config", str(CONFIGS / f"{recipe}.yaml")]
-        if recipe == "digits" and flag_value(flags, "--data.root") is None:
-            flags = ["--data.root", DIGITS, *flags]
-    return [*files, *flags, *printing]
+from project.lit.run_folder import RunFolder
 
 
 class Parser(LightningArgumentParser):
@@ -100,44 +59,15 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
-        seed = self.config.seed_everything
-        if isinstance(seed, bool):
-            if started_by_others():
-                raise UserError(f"--seed_everything {str(seed).lower()}: all ranks need one seed; give a number.")
-            self.config.seed_everything = random.SystemRandom().randrange(2**32)
-        elif not 0 <= seed < 2**32:
-            raise UserError(f"--seed_everything {seed}: give a number from 0 to {2**32 - 1}.")
+        self.config.seed_everything = decide_seed(self.config.seed_everything)
 
     def before_instantiate_classes(self) -> None:
         drop_stale_variables(num_nodes=self.config.trainer.num_nodes)
         if started_by_others():
-            self._follow_launcher()
+            follow_launcher(self.config.trainer)
         check_devices(self.config.trainer)
-        if self.config.get("ckpt_path") == "last":
-            root = Path(self.config.trainer.default_root_dir or ".")
-            newest = newest_checkpoint(root)
-            if newest is None:
-                raise UserError(
-                    f"--ckpt_path last: there is no checkpoint below {root / 'runs'}. Leave the flag out to start afresh,\n"
-                    "or name the folder of the earlier runs with --trainer.default_root_dir."
-                )
-            self.config.ckpt_path = str(newest)
-
-    def _follow_launcher(self) -> None:
-        """Under torchrun or srun the number of processes is given: take it, or refuse another one."""
-        world_size, local = world_of_launcher()
-        trainer = self.config.trainer
-        if trainer.devices == "auto":
-            trainer.devices = local
-        if trainer.num_nodes == 1:
-            trainer.num_nodes = world_size // local
-        if trainer.strategy == "auto" and world_size > 1:
-            trainer.strategy = "ddp"
-        if str(trainer.devices).isdigit() and int(trainer.devices) * trainer.num_nodes != world_size:
-            raise UserError(
-                f"--devices {trainer.devices} x --num_nodes {trainer.num_nodes} is not the {world_size} processes that "
-                "the launcher has started: give both the same number, or leave --devices out."
-            )
+        root = self.config.trainer.default_root_dir
+        self.config.ckpt_path = find_checkpoint(self.config.get("ckpt_path"), root=root)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init.trainer

@@ -1,12 +1,11 @@
 """curves.png: loss, learning rate and top-1 over the steps, redrawn while the training runs."""
 
-import os
-import tempfile
 import time
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.core.curves import draw_curves
 from project.lit.metrics import TrainMetrics
 
 _EVERY_S = 60.0  # at most, while training
@@ -31,42 +30,3 @@ class Curves(Callback):
         if trainer.is_global_zero and self.folder is not None and self.metrics.history:
             draw_curves(self.metrics.history, self.folder / "curves.png")
             self._drawn = time.monotonic()
-
-
-def draw_curves(history: list[dict[str, float]], path: Path) -> None:
-    """Write the picture, atomically."""
-    from matplotlib.figure import Figure  # here: it takes a second, which only rank 0 need spend
-
-    def series(name: str) -> tuple[list[float], list[float]]:
-        rows = [row for row in history if name in row]
-        return [row["step"] for row in rows], [row[name] for row in rows]
-
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    loss, rate, accuracy = figure.subplots(1, 3)
-    loss.plot(*series("train/loss"), label="training", color="C0")
-    loss.plot(*series("val/loss"), label="validation", color="C1", marker="o", markersize=3)
-    loss.set(title="loss", ylim=(0, None))
-    loss.legend(frameon=False)
-    rate.plot(*series("train/lr"), color="C2")
-    rate.set(title="learning rate", ylim=(0, None))
-    steps, top1 = series("val/top1")
-    accuracy.plot(steps, [100 * value for value in top1], color="C1", marker="o", markersize=3)
-    accuracy.set(title="validation top-1 (%)", ylim=(0, 102))
-    if top1:
-        best = max(range(len(top1)), key=top1.__getitem__)
-        accuracy.annotate(
-            f"{100 * top1[best]:.1f} %",
-            (steps[best], 100 * top1[best]),
-            xytext=(0, -12),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-        )
-    for axes in (loss, rate, accuracy):
-        axes.set_xlabel("optimizer step")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".curves-", suffix=".png", delete=False) as file:
-        figure.savefig(file, format="png", dpi=120)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)

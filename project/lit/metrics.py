@@ -5,24 +5,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
-
-class _Late:
-    """A tensor on its way to the host, read when the device has long finished it: no step waits for it."""
-
-    def __init__(self, value: Tensor) -> None:
-        on_cuda = value.device.type == "cuda"
-        self.host = torch.empty_like(value, device="cpu", pin_memory=on_cuda)
-        self.host.copy_(value, non_blocking=True)
-        self.event = torch.cuda.Event() if on_cuda else None
-        if self.event:
-            self.event.record()
-
-    def read(self) -> list[float]:
-        if self.event:
-            self.event.synchronize()
-        return self.host.tolist()
+from project.core.late import Late
 
 
 class TrainMetrics(Callback):
@@ -36,7 +20,7 @@ class TrainMetrics(Callback):
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
         self.replaced: list[int] = []
-        self._pending: tuple[dict[str, float], _Late] | None = None
+        self._pending: tuple[dict[str, float], Late] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}
@@ -100,7 +84,7 @@ class TrainMetrics(Callback):
                 "train/images_per_s": self._images * trainer.world_size / elapsed,
                 "train/data_wait": self._waited / elapsed,
             }
-            self._pending = row, _Late(trainer.strategy.reduce(self._sums, reduce_op="sum"))
+            self._pending = row, Late(trainer.strategy.reduce(self._sums, reduce_op="sum"))
             self._restart(pl_module)
 
     def _flush(self, trainer: Trainer) -> None:

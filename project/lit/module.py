@@ -14,7 +14,7 @@ from project.core.config import ModelConfig
 from project.core.data import IGNORE
 from project.core.model import build_model
 from project.core.optim import build_optimizer, build_schedule
-from project.core.plan import BatchPlan
+from project.core.plan import BatchPlan, count_steps
 from project.core.transforms import Normalize
 from project.core.weights import load_weights
 from project.lit.data import ImageFolders
@@ -27,6 +27,7 @@ class Classifier(LightningModule):
         super().__init__()
         self.config = ModelConfig(**kwargs)
         self.model: torch.nn.Module | None = None
+        self.criterion = torch.nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
 
     def configure_model(self) -> None:
         """Lightning calls this once the data is known, on every rank, before it wraps the model."""
@@ -59,7 +60,7 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
         images, target, index = batch
         logits = self(images)
-        return F.cross_entropy(logits, target, label_smoothing=self.config.label_smoothing)
+        return self.criterion(logits, target)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         images, target, index = batch
@@ -109,7 +110,6 @@ def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:
 
     Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
     """
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    limits = [] if epochs is None or epochs < 0 else [epochs * plan.steps_per_epoch]
-    limits += [] if steps < 0 else [steps]
-    return min(limits, default=None)
+    return count_steps(
+        max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch
+    )

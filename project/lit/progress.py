@@ -9,22 +9,10 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from project.core.report import validation_line
 from project.lit.metrics import TrainMetrics
 
 _LINE_EVERY_S = 60.0  # without a terminal, inside a long epoch
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def validation_line(metrics: dict[str, Any]) -> str:
-    """Top-1, top-5, loss and the number of images of an evaluation."""
-    values = {name: float(value) for name, value in metrics.items()}
-    return (
-        f"top-1 {percent(values['val/top1'])}, top-5 {percent(values['val/top5'])}, "
-        f"loss {values['val/loss']:.4f} on {values['val/images']:,.0f} images"
-    )
 
 
 class TrainingProgress(ProgressBar):

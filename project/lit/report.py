@@ -1,52 +1,11 @@
-"""The first and the last lines of a run."""
-
-from pathlib import Path
+"""The last lines of a run."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.config import DIGITS, DataConfig
-from project.core.index import Splits
-from project.core.plan import BatchPlan
+from project.core.report import closing_lines
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
-from project.lit.progress import percent
 from project.lit.run_folder import RunFolder
-
-
-def data_lines(config: DataConfig, splits: Splits) -> list[str]:
-    """Which images are used, and what was left out of the folders."""
-    train = f"{len(splits.train):,} training and " if len(splits.train) else ""
-    lines = [f"data: {splits.source}: {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes"]
-    if config.root == DIGITS:
-        lines.append("      train on your own with --data.root FOLDER, which holds train/<class>/ and val/<class>/")
-    ignored = splits.train.ignored[0] + splits.val.ignored[0]
-    if ignored:
-        example = splits.train.ignored[1] or splits.val.ignored[1]
-        lines.append(f"note: {ignored:,} files or folders that are no images were left out, such as {example}")
-    if splits.classes != sorted(splits.classes, key=lambda name: (len(name), name)) and all(map(str.isdigit, splits.classes)):
-        lines.append("note: class folders are numbered in the order of their names as text: 0, 1, 10, 2 ...")
-    return lines
-
-
-def run_lines(trainer: Trainer, model: Classifier, plan: BatchPlan) -> list[str]:
-    """What one step is made of, and where it runs."""
-    epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs and trainer.max_epochs > 0 else "no last epoch"
-    if trainer.max_steps != -1:
-        epochs = f"at most {trainer.max_steps} steps"
-    device = trainer.strategy.root_device.type
-    where = f"{trainer.world_size} x {device}" if trainer.world_size > 1 else device
-    if trainer.world_size > 1:
-        where += f" over {'nccl' if device == 'cuda' else 'gloo'}"
-    lines = [
-        f"run:  {model.config.arch}, {plan.line()}, {epochs}",
-        f"      peak learning rate {model.config.lr:g} ({model.config.schedule}), precision {trainer.precision}, {where}",
-    ]
-    if plan.tail:
-        lines.append(
-            f"note: the last step of each epoch covers {plan.tail} of {plan.accumulate} accumulated batches; as in Lightning, "
-            f"each counts 1/{plan.accumulate}, so its gradient is {plan.tail}/{plan.accumulate} of the mean"
-        )
-    return lines
 
 
 class ClosingLine(Callback):
@@ -64,21 +23,6 @@ class ClosingLine(Callback):
             pl_module.print(f"note: unreadable training images were replaced {int(counts):,} times, such as {first}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        tops = [row for row in self.metrics.history if "val/top1" in row]
-        lines = []
-        if tops:
-            best = max(tops, key=lambda row: row["val/top1"])
-            lines.append(f"best top-1 {percent(best['val/top1'])}, after epoch {int(best['epoch']) + 1}")
-        for callback in trainer.callbacks:
-            if isinstance(callback, RunFolder) and callback.folder is not None:
-                lines.append(f"in {callback.folder}: {_files(callback.folder)}")
-        for line in lines:
-            print(line, flush=True)
-
-
-def _files(folder: Path) -> str:
-    """The files that a person will look for, of those that are there."""
-    names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "curves.png", "metrics.csv", "config.yaml")
-    return ", ".join(name for name in names if (folder / name).is_file())
+        if trainer.is_global_zero:
+            folder = next((callback.folder for callback in trainer.callbacks if isinstance(callback, RunFolder)), None)
+            print("\n".join(closing_lines(self.metrics.history, folder)), flush=True)

@@ -4,18 +4,19 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.core.arguments import expand, flag_value
 from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.checks import check_classes, check_weights
 from project.core.errors import UserError
 from project.core.index import load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
 from project.core.plan import available_cores
+from project.core.report import data_lines, run_lines, validation_line
 from project.core.weights import find_arch, read_weights
-from project.lit.checks import check_classes, check_fit, check_weights
-from project.lit.cli import TrainCLI, ValidateCLI, expand, flag_value
-from project.lit.progress import validation_line
+from project.lit.checks import check_fit
+from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.quiet import quiet
-from project.lit.report import data_lines, run_lines
 
 
 class ReportFailure(Callback):
@@ -47,7 +48,16 @@ def fit(arguments: list[str]) -> int:
     if not started_by_us():
         splits = load_splits(cli.datamodule.config)
         plan = check_fit(cli.trainer, cli.model, cli.datamodule, splits, ckpt_path=cli.config.ckpt_path)
-        _say(data_lines(cli.datamodule.config, splits) + run_lines(cli.trainer, cli.model, plan))
+        trainer = cli.trainer
+        lines = run_lines(
+            plan,
+            cli.model.config,
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps,
+            precision=trainer.precision,
+            device=trainer.strategy.root_device.type,
+        )
+        _say(data_lines(cli.datamodule.config, splits) + lines)
     decided = ["--seed_everything", str(cli.config.seed_everything)]
     decided += ["--ckpt_path", cli.config.ckpt_path] if cli.config.ckpt_path else []
     code = _start_ranks(cli, [*arguments, *decided])
@@ -72,7 +82,7 @@ def validate(arguments: list[str]) -> int:
         if record:
             check_classes(record, splits, flag=f"{flag} {cli.model.config.weights}")
         num_classes = check_num_classes(cli.model.config, classes=splits.classes)
-        check_weights(cli.model, num_classes=num_classes, new_head=False, flag=flag)
+        check_weights(cli.model.config, num_classes=num_classes, new_head=False, flag=flag)
         _say(data_lines(cli.datamodule.config, splits))
     code = _start_ranks(cli, arguments)
     if code is not None:

@@ -1,0 +1,93 @@
+"""What both command lines do with their arguments before and after they are parsed."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from project.core.config import CONFIGS, DIGITS
+from project.core.errors import UserError
+from project.core.launch import started_by_others, world_of_launcher
+from project.core.run_folder import RUNS, newest_checkpoint
+
+SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
+
+
+def flag_value(arguments: list[str], flag: str) -> str | None:
+    """The last value given for a flag, as `--flag value` or `--flag=value`."""
+    found = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            found = value if equals else next(iter(arguments[position + 1 : position + 2]), None)
+    return found
+
+
+def expand(arguments: list[str], *, default_config: bool) -> list[str]:
+    """The command line as the parsers take it.
+
+    Short flags become `--trainer.*`; files come first, so that a flag wins wherever it stands; without a file the
+    digits' or ImageNet's recipe is used; a seed that is to be drawn is drawn here, once for all ranks.
+    """
+    files, flags, printing = [], [], []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in ("-c", "--config"):
+            files += [argument] if equals else [argument, *(value for value in [next(rest, None)] if value is not None)]
+        elif name == "--print_config":
+            printing.append(argument)
+        elif name.removeprefix("--") in SHORT and name.startswith("--"):
+            flags.append(f"--trainer.{name[2:]}{equals}{value}")
+        else:
+            flags.append(argument)
+    if default_config and not files:
+        recipe = "digits" if flag_value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
+        files = ["--config", str(CONFIGS / f"{recipe}.yaml")]
+        if recipe == "digits" and flag_value(flags, "--data.root") is None:
+            flags = ["--data.root", DIGITS, *flags]
+    return [*files, *flags, *printing]
+
+
+def decide_seed(seed: int | bool) -> int:
+    """The seed of all ranks: the given one, or one that is drawn here, before any rank is started."""
+    if isinstance(seed, bool):
+        if started_by_others():
+            raise UserError(f"--seed_everything {str(seed).lower()}: all ranks need one seed; give a number.")
+        return random.SystemRandom().randrange(2**32)
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed_everything {seed}: give a number from 0 to {2**32 - 1}.")
+    return seed
+
+
+def find_checkpoint(ckpt_path: str | None, *, root: str | None) -> str | None:
+    """`--ckpt_path`, with `last` replaced by the newest checkpoint below a root."""
+    if ckpt_path != "last":
+        return ckpt_path
+    folder = Path(root or ".")
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise UserError(
+            f"--ckpt_path last: there is no checkpoint below {folder / RUNS}. Leave the flag out to start afresh,\n"
+            "or name the folder of the earlier runs with --trainer.default_root_dir."
+        )
+    return str(newest)
+
+
+def follow_launcher(trainer: Any) -> None:
+    """Under torchrun or srun the number of processes is given: take it, or refuse another one.
+
+    Args:
+        trainer: The `trainer` part of the parsed configuration; its devices, num_nodes and strategy are filled in.
+    """
+    world_size, local = world_of_launcher()
+    if trainer.devices == "auto":
+        trainer.devices = local
+    if trainer.num_nodes == 1:
+        trainer.num_nodes = world_size // local
+    if trainer.strategy == "auto" and world_size > 1:
+        trainer.strategy = "ddp"
+    if str(trainer.devices).isdigit() and int(trainer.devices) * trainer.num_nodes != world_size:
+        raise UserError(
+            f"--devices {trainer.devices} x --num_nodes {trainer.num_nodes} is not the {world_size} processes that "
+            "the launcher has started: give both the same number, or leave --devices out."
+        )

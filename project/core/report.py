@@ -1,0 +1,82 @@
+"""The first and the last lines of a run, and the line of an evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+from project.core.config import DIGITS, DataConfig, ModelConfig
+from project.core.index import Splits
+from project.core.plan import BatchPlan
+
+
+def data_lines(config: DataConfig, splits: Splits) -> list[str]:
+    """Which images are used, and what was left out of the folders."""
+    train = f"{len(splits.train):,} training and " if len(splits.train) else ""
+    lines = [f"data: {splits.source}: {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes"]
+    if config.root == DIGITS:
+        lines.append("      train on your own with --data.root FOLDER, which holds train/<class>/ and val/<class>/")
+    ignored = splits.train.ignored[0] + splits.val.ignored[0]
+    if ignored:
+        example = splits.train.ignored[1] or splits.val.ignored[1]
+        lines.append(f"note: {ignored:,} files or folders that are no images were left out, such as {example}")
+    if splits.classes != sorted(splits.classes, key=lambda name: (len(name), name)) and all(
+        map(str.isdigit, splits.classes)
+    ):
+        lines.append("note: class folders are numbered in the order of their names as text: 0, 1, 10, 2 ...")
+    return lines
+
+
+def run_lines(
+    plan: BatchPlan, config: ModelConfig, *, max_epochs: int | None, max_steps: int, precision: str, device: str
+) -> list[str]:
+    """What one step is made of, and where it runs.
+
+    Args:
+        plan: The batches.
+        config: The recipe.
+        max_epochs: None or negative where epochs do not limit the training.
+        max_steps: -1 where steps do not limit the training.
+        precision: Lightning's name of it.
+        device: Type of the devices, as torch names it.
+    """
+    epochs = f"{max_epochs} epochs" if max_epochs and max_epochs > 0 else "no last epoch"
+    if max_steps != -1:
+        epochs = f"at most {max_steps} steps"
+    where = f"{plan.world_size} x {device}" if plan.world_size > 1 else device
+    if plan.world_size > 1:
+        where += f" over {'nccl' if device == 'cuda' else 'gloo'}"
+    lines = [
+        f"run:  {config.arch}, {plan.line()}, {epochs}",
+        f"      peak learning rate {config.lr:g} ({config.schedule}), precision {precision}, {where}",
+    ]
+    if plan.tail:
+        lines.append(
+            f"note: the last step of each epoch covers {plan.tail} of {plan.accumulate} accumulated batches; as in Lightning, "
+            f"each counts 1/{plan.accumulate}, so its gradient is {plan.tail}/{plan.accumulate} of the mean"
+        )
+    return lines
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def validation_line(metrics: dict[str, Any]) -> str:
+    """Top-1, top-5, loss and the number of images of an evaluation."""
+    values = {name: float(value) for name, value in metrics.items()}
+    return (
+        f"top-1 {percent(values['val/top1'])}, top-5 {percent(values['val/top5'])}, "
+        f"loss {values['val/loss']:.4f} on {values['val/images']:,.0f} images"
+    )
+
+
+def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:
+    """The best top-1, and the files that a person will look for, of those that are there."""
+    lines = []
+    tops = [row for row in history if "val/top1" in row]
+    if tops:
+        best = max(tops, key=lambda row: row["val/top1"])
+        lines.append(f"best top-1 {percent(best['val/top1'])}, after epoch {int(best['epoch']) + 1}")
+    if folder is not None:
+        names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "curves.png", "metrics.csv", "config.yaml")
+        lines.append(f"in {folder}: {', '.join(name for name in names if (folder / name).is_file())}")
+    return lines
