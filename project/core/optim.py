@@ -1,6 +1,7 @@
 """Optimizer and learning rate, as torch has them."""
 
 import math
+from typing import Any
 
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
@@ -56,3 +57,16 @@ def build_schedule(
         optimizer,
         lambda step: lr_factor(step, config=config, steps_per_epoch=steps_per_epoch, total_steps=total_steps or 0),
     )
+
+
+def recipe_of(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, as the configuration gave them."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def follow_recipe(optimizer: optim.Optimizer, schedule: LambdaLR, recipe: list[dict[str, Any]]) -> None:
+    """A resumed run follows its configuration, not the rates that the checkpoint was written with."""
+    schedule.base_lrs = [group["initial_lr"] for group in recipe]
+    for group, fresh in zip(optimizer.param_groups, recipe, strict=True):
+        factor = schedule.lr_lambdas[0](schedule.last_epoch)
+        group.update({**fresh, "lr": fresh["initial_lr"] * factor})

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from project.core.config import ModelConfig
 from project.core.data import IGNORE
 from project.core.model import build_model
-from project.core.optim import build_optimizer, build_schedule
+from project.core.optim import build_optimizer, build_schedule, follow_recipe, recipe_of
 from project.core.plan import BatchPlan, count_steps
 from project.core.transforms import Normalize
 from project.core.weights import load_weights
@@ -91,18 +91,12 @@ class Classifier(LightningModule):
             steps_per_epoch=self.data.plan.steps_per_epoch,
             total_steps=total_steps(self.trainer, self.data.plan),
         )
-        self._hyperparameters = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
+        self._recipe = recipe_of(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """A resumed run follows its configuration, not the rates that the checkpoint was written with."""
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        schedule.base_lrs = [group["initial_lr"] for group in self._hyperparameters]  # type: ignore[union-attr]
-        for group, fresh in zip(optimizer.param_groups, self._hyperparameters, strict=True):  # type: ignore[union-attr]
-            factor = schedule.lr_lambdas[0](schedule.last_epoch)  # type: ignore[union-attr]
-            group.update({**fresh, "lr": fresh["initial_lr"] * factor})
+        """After Lightning has restored optimizer and schedule."""
+        follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._recipe)  # type: ignore[arg-type]
 
 
 def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:

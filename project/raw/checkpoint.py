@@ -1,0 +1,85 @@
+"""Replaces ModelCheckpoint and Lightning's loop state: what a checkpoint holds, and how a training goes on from it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import optim
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
+
+from project.core.checkpoint import RECORD
+from project.core.optim import follow_recipe, recipe_of
+from project.raw.data import ImageFolders
+from project.raw.module import Classifier
+
+
+@dataclass
+class Place:
+    """Where a training stands.
+
+    Attributes:
+        epoch: The running epoch, from 0.
+        batches: Of it, those that this rank has trained on.
+        step: Optimizer steps since the first epoch.
+        validated: Whether the epoch's validation has run.
+        metrics: Of the newest validation.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    step: int = 0
+    validated: bool = False
+    metrics: dict[str, float] | None = None
+
+    def next_epoch(self) -> None:
+        self.epoch, self.batches, self.validated = self.epoch + 1, 0, False
+
+
+def make_checkpoint(
+    module: Classifier,
+    data: ImageFolders,
+    place: Place,
+    *,
+    optimizer: optim.Optimizer,
+    schedule: LambdaLR,
+    scaler: GradScaler,
+    history: list[dict[str, float]],
+) -> dict[str, Any]:
+    """The weights, and one record of plain values from which either trainer goes on."""
+    record = {
+        "model": asdict(module.config),
+        "data": asdict(data.config),
+        "classes": data.splits.classes,
+        "samples": len(data.splits.train),
+        "steps_per_epoch": data.plan.steps_per_epoch,
+        "accumulate": data.plan.accumulate,
+        "world_size": data.ranks.world_size,
+        "seed": data.seed,
+        "epoch": place.epoch,
+        "step": place.step,
+        "batches": place.batches,
+        "validated": place.validated,
+        "metrics": place.metrics or {},
+        "history": history,
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    return {"state_dict": module.model.state_dict(), RECORD: record}
+
+
+def restore(
+    record: dict[str, Any],
+    *,
+    optimizer: optim.Optimizer,
+    schedule: LambdaLR,
+    scaler: GradScaler,
+) -> Place:
+    """Optimizer, schedule and loss scale as they were, with the rates of this run's recipe; returns the place."""
+    recipe = recipe_of(optimizer)
+    optimizer.load_state_dict(record["optimizer"])
+    schedule.load_state_dict(record["schedule"])
+    if scaler.is_enabled() and record["scaler"]:
+        scaler.load_state_dict(record["scaler"])
+    follow_recipe(optimizer, schedule, recipe)
+    return Place(record["epoch"], record["batches"], record["step"], record["validated"], record["metrics"])

@@ -1,0 +1,232 @@
+"""Replaces LightningCLI and Trainer.__init__: the same YAML and flags, each keyword honoured or refused by name."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Union
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+
+from project.core.arguments import decide_seed, find_checkpoint, follow_launcher
+from project.core.checks import check_devices
+from project.core.config import DataConfig, ModelConfig
+from project.core.errors import UserError
+from project.core.launch import drop_stale_variables, started_by_others
+
+PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", "32-true": "32-true", "16-mixed": "16-mixed"}
+PRECISIONS |= {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Keywords of Lightning's Trainer that are honoured here, with its meaning.
+
+    Args:
+        accelerator: auto, cpu, gpu or cuda, mps.
+        strategy: auto, or ddp: one process per device.
+        devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any.
+        num_nodes: Machines; on each of several this command runs with NODE_RANK, MASTER_ADDR and MASTER_PORT.
+        precision: 32-true, bf16-mixed, or 16-mixed on GPUs.
+        logger: false writes no metrics.csv.
+        max_epochs: -1 for no last epoch.
+        max_steps: Optimizer steps at most; -1 for no limit.
+        limit_train_batches: Batches per rank and epoch at most, or with a fraction the share of them.
+        limit_val_batches: The same for validation; 0 leaves it out.
+        check_val_every_n_epoch: Epochs from one validation to the next.
+        num_sanity_val_steps: Validation batches before the first step; -1 for all.
+        log_every_n_steps: Steps in one interval of metrics.csv.
+        enable_checkpointing: false writes no checkpoints.
+        enable_progress_bar: false prints nothing while training.
+        accumulate_grad_batches: Batches whose gradients make one step.
+        gradient_clip_val: Largest norm of all gradients together, or largest value of each.
+        gradient_clip_algorithm: norm or value.
+        deterministic: true uses deterministic algorithms only; warn allows others with a warning.
+        benchmark: Let cuDNN try its algorithms.
+        inference_mode: false validates under no_grad, as gloo always does.
+        sync_batchnorm: BatchNorm over all ranks; GPUs only.
+        default_root_dir: Folder in which runs/ is made.
+    """
+
+    accelerator: str = "auto"
+    strategy: str = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    precision: int | str | None = None
+    logger: bool | None = None
+    max_epochs: int | None = 90
+    max_steps: int = -1
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    check_val_every_n_epoch: int = 1
+    num_sanity_val_steps: int | None = 0
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    sync_batchnorm: bool = False
+    default_root_dir: str | None = None
+
+
+# The other keywords, with the values that ask for nothing; the first is the default.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "callbacks": (None, []),
+    "fast_dev_run": (False,),
+    "min_epochs": (None,),
+    "min_steps": (None,),
+    "max_time": (None,),
+    "limit_test_batches": (None, 1.0),
+    "limit_predict_batches": (None, 1.0),
+    "overfit_batches": (0.0, 0),
+    "val_check_interval": (None, 1.0),
+    "enable_model_summary": (None, False),
+    "use_distributed_sampler": (True,),
+    "profiler": (None,),
+    "detect_anomaly": (False,),
+    "barebones": (False,),
+    "plugins": (None, []),
+    "reload_dataloaders_every_n_epochs": (0,),
+    "enable_autolog_hparams": (True, False),
+    "model_registry": (None,),
+}
+
+# Not typing.Any: with it jsonargparse imports whatever a class_path names, Lightning included.
+_ANY = Union[bool, int, float, str, dict, list, None]  # noqa: UP007
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A parsed command line.
+
+    Attributes:
+        parser: Which made `config`, and saves it.
+        config: All of it, as it was read.
+    """
+
+    parser: ArgumentParser
+    config: Namespace
+    trainer: TrainerConfig
+    model: ModelConfig
+    data: DataConfig
+    seed: int
+    ckpt_path: str | None
+
+
+class Parser(ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """One message instead of one after forty lines of usage."""
+        raise UserError(message.strip()) from ex
+
+
+def _parser() -> ArgumentParser:
+    parser = Parser(
+        prog="python -m project.fit_raw",
+        description="Train with plain torch, from the same YAML and flags.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-c", "--config", action="config", help="Read settings from this YAML file.")
+    parser.add_argument(
+        "--seed_everything", type=bool | int, default=1, help="Seed of weights, order and augmentation."
+    )
+    parser.add_argument("--trainer.strategy", type=_ANY, default="auto", help="auto, or ddp: one process per device.")
+    parser.add_argument("--trainer.logger", type=_ANY, default=None, help="false writes no metrics.csv.")
+    parser.add_class_arguments(TrainerConfig, "trainer", as_group=False, skip={"strategy", "logger"})
+    for name, values in NEUTRAL.items():
+        parser.add_argument(
+            f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here."
+        )
+    parser.add_class_arguments(ModelConfig, "model")
+    parser.add_class_arguments(DataConfig, "data")
+    parser.add_argument(
+        "--ckpt_path",
+        type=str | None,
+        default=None,
+        help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
+    )
+    return parser
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other  # 1 batch is not 1.0, all of them
+
+
+def _refuse_others(trainer: Namespace) -> None:
+    """What Lightning would do and this trainer does not: named, never ignored."""
+    neutral = {**NEUTRAL, "logger": (None, True, False)}
+    values = vars(trainer)
+    refused = [name for name, known in neutral.items() if not any(_same(values[name], value) for value in known)]
+    if trainer.precision not in PRECISIONS:
+        refused.append("precision")
+    if not isinstance(trainer.strategy, str):
+        refused.append("strategy")
+    if trainer.gradient_clip_algorithm not in (None, "norm", "value"):
+        refused.append("gradient_clip_algorithm")
+    if trainer.accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
+        refused.append("accelerator")
+    if trainer.devices != "auto" and not (str(trainer.devices).isdigit() and int(trainer.devices) > 0):
+        refused.append("devices")
+    if refused:
+        given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
+        raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
+
+
+def _check_numbers(trainer: Namespace) -> None:
+    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+        if vars(trainer)[name] < 1:
+            raise UserError(f"--trainer.{name} {vars(trainer)[name]}: give 1 or more.")
+    for name in ("limit_train_batches", "limit_val_batches"):
+        value = vars(trainer)[name]
+        if value is not None and (value < 0 or (isinstance(value, float) and value > 1)):
+            raise UserError(f"--trainer.{name} {value}: give a number of batches, or a share from 0.0 to 1.0.")
+
+
+def find_accelerator(accelerator: str) -> str:
+    """The device type that Lightning would take."""
+    if accelerator in ("auto", "mps", "gpu") and torch.backends.mps.is_available():
+        return "mps"
+    return "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"
+
+
+def parse(arguments: list[str]) -> Settings:
+    """The settings of a run, complete: the seed drawn, devices counted, `last` found.
+
+    Raises:
+        UserError: whatever cannot work, or is not implemented.
+    """
+    parser = _parser()
+    config = parser.parse_args(arguments)
+    config.pop("config", None)
+    config.seed_everything = decide_seed(config.seed_everything)
+    drop_stale_variables(num_nodes=config.trainer.num_nodes)
+    _refuse_others(config.trainer)
+    _check_numbers(config.trainer)
+    trainer = config.trainer.clone()
+    if started_by_others():
+        follow_launcher(trainer)
+    check_devices(trainer)
+    config.ckpt_path = find_checkpoint(config.ckpt_path, root=trainer.default_root_dir)
+    trainer.accelerator = find_accelerator(trainer.accelerator)
+    counted = torch.cuda.device_count() if trainer.accelerator == "cuda" else 1
+    trainer.devices = counted if trainer.devices == "auto" else int(trainer.devices)
+    trainer.precision = PRECISIONS[trainer.precision]
+    if trainer.max_epochs is None:  # Lightning's
+        trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
+    honoured = {field.name: vars(trainer)[field.name] for field in fields(TrainerConfig)}
+    return Settings(
+        parser,
+        config,
+        TrainerConfig(**honoured),
+        ModelConfig(**vars(config.model)),
+        DataConfig(**vars(config.data)),
+        config.seed_everything,
+        config.ckpt_path,
+    )
+
+
+def save_config(settings: Settings, folder: Path) -> None:
+    """config.yaml, which both trainers read."""
+    settings.parser.save(settings.config, folder / "config.yaml", skip_none=False)

@@ -1,0 +1,112 @@
+"""Replaces DDPStrategy and the cluster environments: who this process is, its group, and what ranks exchange."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from project.core.launch import started_by_others, started_by_us
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of a run.
+
+    Attributes:
+        rank: Among all processes; 0 writes files.
+        local_rank: Among those on this machine; chooses the device.
+        world_size: Number of all processes.
+        device: Where this process trains.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def find_rank(accelerator: str) -> Ranks:
+    """From the variables that torchrun, srun or our own launcher has set; alone without them."""
+    environment = os.environ if started_by_us() or started_by_others() else {}
+    rank = int(environment.get("RANK", environment.get("SLURM_PROCID", "0")))
+    local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
+    world_size = int(environment.get("WORLD_SIZE", environment.get("SLURM_NTASKS", "1")))
+    device = torch.device(accelerator, local_rank) if accelerator == "cuda" else torch.device(accelerator)
+    return Ranks(rank, local_rank, world_size, device)
+
+
+@contextmanager
+def process_group(ranks: Ranks) -> Iterator[None]:
+    """Within the block the ranks can talk to each other; left on every way out, so that none waits for the gone."""
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)  # before NCCL, which otherwise puts all ranks on the first GPU
+    if ranks.world_size == 1:
+        yield
+        return
+    if sys.platform == "win32":
+        os.environ.setdefault("USE_LIBUV", "0")  # torch for Windows is built without it
+    os.environ.setdefault("MASTER_ADDR", os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, ranks: Ranks, *, find_unused: bool) -> nn.Module:
+    """The model in DDP: every rank starts from rank 0's weights, and backward leaves the mean gradient of all ranks.
+
+    The model is on its device already: DDP allocates its buckets beside the parameters that it is given.
+    """
+    if ranks.world_size == 1:
+        return model
+    device_ids = [ranks.local_rank] if ranks.device.type == "cuda" else None  # on the CPU DDP must be given none
+    return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused)
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum in the order of the ranks: a ring's all_reduce adds in another order, and its last bit may differ."""
+    if not dist.is_initialized():
+        return values
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered).sum(dim=0)
+
+
+def equal_buffers(model: nn.Module) -> None:
+    """BatchNorm's running statistics on every rank as rank 0 has them: what is validated is what is saved.
+
+    They differ after every training step, since each rank has seen other images. DDP copies rank 0's before the next
+    training forward anyway, so this changes neither the training nor what rank 0 saves.
+    """
+    if not dist.is_initialized():
+        return
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        by_type.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_type.values():  # one message per type: 159 single ones take 18 times as long
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, src=0)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))

@@ -1,0 +1,101 @@
+"""Replaces torchmetrics and self.log: counts added up by hand, over batches and then over ranks."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from project.core.data import IGNORE
+from project.core.late import Late
+from project.raw.distributed import sum_over_ranks
+
+
+class ValMetrics:
+    """Loss, top-1, top-5 and images of an evaluation, as sums: padding counts nowhere, and ranks can be added."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        """float32 [n, classes] and int64 [n], IGNORE where a sample does not count."""
+        loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none").double()
+        counts = (target != IGNORE).double()
+        hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
+        top1, top5 = hits[:, 0].double(), hits.any(dim=1).double()
+        self.sums += torch.stack([(loss * counts).sum(), (top1 * counts).sum(), (top5 * counts).sum(), counts.sum()])
+
+    def compute(self) -> dict[str, float]:
+        """The same values on every rank."""
+        loss, top1, top5, images = sum_over_ranks(self.sums).cpu()
+        return {
+            "val/top1": (top1.float() / images.float()).item(),  # float32, as torchmetrics divides
+            "val/top5": (top5.float() / images.float()).item(),
+            "val/loss": (loss / images).item(),
+            "val/images": images.item(),
+        }
+
+
+class TrainMetrics:
+    """The mean over all ranks and over an interval of steps; read one interval late, so that no step waits for it.
+
+    Attributes:
+        history: Rows of step and values, over resumes too: `train/loss`, `train/lr`, `val/top1` ...
+        replaced: Unreadable images that were replaced on this rank, with the number of the first.
+    """
+
+    def __init__(self, device: torch.device, *, world_size: int) -> None:
+        self.device, self.world_size = device, world_size
+        self.history: list[dict[str, float]] = []
+        self.replaced: list[int] = []
+        self._pending: tuple[dict[str, float], Late] | None = None
+        self.restart()
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest training row, empty before the first."""
+        return next((row for row in reversed(self.history) if "train/loss" in row), {})
+
+    def restart(self) -> None:
+        """Begin an interval."""
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, batches
+        self._images = 0
+        self._waited = 0.0
+        self._began = self._batch_ended = time.perf_counter()
+
+    def begin_batch(self) -> None:
+        self._waited += time.perf_counter() - self._batch_ended
+
+    def end_batch(self, loss: Tensor, index: Tensor) -> None:
+        self._images += len(index)
+        self._sums[0] += loss
+        self._sums[1] += 1
+        self.replaced += [~i for i in index.tolist() if i < 0]
+        self._batch_ended = time.perf_counter()
+
+    def end_interval(self, *, epoch: int, step: int, lr: float) -> list[dict[str, float]]:
+        """Send this interval's sums on their way; the rows of the one before have arrived."""
+        arrived = self.flush()
+        if self._images:
+            elapsed = max(self._batch_ended - self._began, 1e-9)
+            row: dict[str, Any] = {
+                "step": step,
+                "epoch": epoch,
+                "train/lr": lr,
+                "train/images_per_s": self._images * self.world_size / elapsed,
+                "train/data_wait": self._waited / elapsed,
+            }
+            self._pending = row, Late(sum_over_ranks(self._sums))
+            self.restart()
+        return arrived
+
+    def flush(self) -> list[dict[str, float]]:
+        if self._pending is None:
+            return []
+        row, late = self._pending
+        self._pending = None
+        loss, batches = late.read()
+        row["train/loss"] = loss / batches
+        self.history.append(row)
+        return [row]

@@ -1,0 +1,26 @@
+"""Replaces LightningModule: the model as one torch module, from uint8 images to logits, and its loss."""
+
+from torch import Tensor, nn
+
+from project.core.config import ModelConfig
+from project.core.model import build_model
+from project.core.transforms import Normalize
+from project.core.weights import load_weights
+
+
+class Classifier(nn.Module):
+    """A ResNet that learns by cross entropy."""
+
+    def __init__(self, config: ModelConfig, *, num_classes: int, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.model = build_model(config, num_classes=num_classes, seed=seed)
+        self.normalize = Normalize()
+        self.note = ""
+        if config.weights is not None:
+            self.note = load_weights(self.model, config.weights, flag="--model.weights", new_head=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, h, w] -> logits [n, classes]."""
+        return self.model(self.normalize(images))

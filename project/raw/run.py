@@ -1,0 +1,109 @@
+"""Replaces Trainer.fit's launch: refuse what cannot work, start the ranks, and train in each."""
+
+import os
+import random
+
+import numpy as np
+import torch
+
+from project.core.arguments import expand
+from project.core.checks import check_batches, check_resume, check_weights
+from project.core.index import Splits, load_splits
+from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
+from project.core.model import check_num_classes
+from project.core.plan import BatchPlan, available_cores, count_steps
+from project.core.report import closing_lines, data_lines, run_lines
+from project.raw.cli import Settings, parse
+from project.raw.data import ImageFolders, plan_batches
+from project.raw.distributed import Ranks, find_rank, process_group
+from project.raw.module import Classifier
+from project.raw.run_folder import make_run_folder
+from project.raw.trainer import Trainer
+
+
+def fit(arguments: list[str]) -> int:
+    settings = parse(expand(arguments, default_config=True))
+    trainer = settings.trainer
+    ranks = int(trainer.devices)
+    if not started_by_us():
+        splits = load_splits(settings.data)
+        plan = check_fit(settings, splits)
+        lines = run_lines(
+            plan,
+            settings.model,
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps,
+            precision=str(trainer.precision),
+            device=trainer.accelerator,
+        )
+        if is_first_rank():
+            print("\n".join(data_lines(settings.data, splits) + lines), flush=True)
+    if not (started_by_us() or started_by_others() or ranks * trainer.num_nodes == 1):
+        decided = ["--seed_everything", str(settings.seed)]
+        decided += ["--ckpt_path", settings.ckpt_path] if settings.ckpt_path else []
+        threads = max(1, available_cores() // ranks)
+        rank_arguments = [*arguments, *decided]
+        return launch("project.fit_raw", rank_arguments, ranks=ranks, num_nodes=trainer.num_nodes, threads=threads)
+    train(settings, find_rank(trainer.accelerator))
+    return 0
+
+
+def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
+    """The plan of a training that can start."""
+    trainer = settings.trainer
+    num_classes = check_num_classes(settings.model, classes=splits.classes)
+    plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
+    check_batches(plan, train_size=settings.data.train_size)
+    if settings.ckpt_path is None:
+        check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
+    else:
+        last = count_steps(
+            max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch
+        )
+        check_resume(settings.ckpt_path, plan, splits, settings.model, last=last)
+    return plan
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def use_deterministic(mode: bool | str | None, benchmark: bool | None) -> None:
+    """On CUDA equal runs give equal bits only with these; on the CPU they do anyway."""
+    if mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+    torch.backends.cudnn.benchmark = bool(benchmark) and not mode
+
+
+def train(settings: Settings, ranks: Ranks) -> None:
+    """One rank, from its first seed to its last line."""
+    trainer = settings.trainer
+    use_deterministic(trainer.deterministic, trainer.benchmark)
+    with process_group(ranks):
+        try:
+            seed_everything(settings.seed)
+            splits = load_splits(settings.data)
+            plan = plan_batches(settings.data, splits, trainer, world_size=ranks.world_size)
+            module = Classifier(settings.model, num_classes=len(splits.classes), seed=settings.seed)
+            if ranks.is_first and module.note:
+                print(module.note, flush=True)
+            data = ImageFolders(
+                settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed
+            )
+            folder = make_run_folder(settings, ranks)
+            run = Trainer(trainer, ranks, module, data, folder)
+            run.fit(settings.ckpt_path)
+            replaced = run.count_replaced()
+        except Exception as error:
+            if started_by_us():
+                report_failure(error)  # now: leaving the group may wait for ranks that are gone
+            raise
+    if ranks.is_first:
+        first = run.metrics.replaced
+        if replaced:
+            example = splits.train.path(first[0]) if first else "see the other ranks"
+            print(f"note: unreadable training images were replaced {replaced:,} times, such as {example}")
+        print("\n".join(closing_lines(run.metrics.history, folder)), flush=True)

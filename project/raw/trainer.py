@@ -1,0 +1,236 @@
+"""Replaces Lightning's Trainer: one DDP training from top to bottom, as each rank runs it."""
+
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from project.core.checkpoint import RECORD, read_checkpoint, write_atomic
+from project.core.optim import build_optimizer, build_schedule
+from project.core.plan import count_steps
+from project.core.weights import extract_state_dict
+from project.raw.checkpoint import Place, make_checkpoint, restore
+from project.raw.cli import TrainerConfig
+from project.raw.data import ImageFolders
+from project.raw.distributed import Ranks, equal_buffers, sum_over_ranks, wrap
+from project.raw.metrics import TrainMetrics, ValMetrics
+from project.raw.module import Classifier
+from project.raw.precision import Precision
+from project.raw.progress import Progress
+from project.raw.run_folder import Logger
+
+
+class Trainer:
+    """Each rank holds a whole model, trains it on its own share of each batch, and steps with the mean gradient of all.
+
+    Since all start from the same weights and take the same steps, they stay equal without ever exchanging weights.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path
+    ) -> None:
+        self.config, self.ranks, self.module, self.data, self.folder = config, ranks, module, data, folder
+        self.device, self.plan = ranks.device, data.plan
+
+    def fit(self, ckpt_path: str | None) -> None:
+        """Train to the last epoch or step, from the start or from a checkpoint."""
+        self.setup()
+        if ckpt_path is not None:
+            self.resume(ckpt_path)
+        else:
+            self.sanity_check()
+        while not self.done:
+            self.train_epoch()
+            if self.validates:
+                self.place.metrics = self.validate()
+                self.place.validated = True
+                self.log_validation(self.place.metrics)
+            if self.saves:
+                self.save_checkpoints()
+            self.place.next_epoch()
+        self.logger.draw(self.metrics.history)
+
+    # What is made once
+
+    def setup(self) -> None:
+        config = self.config
+        module = self.module
+        if config.sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        self.module = module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
+        find_unused = config.strategy == "ddp_find_unused_parameters_true"
+        self.model = wrap(self.module, self.ranks, find_unused=find_unused)
+        self.precision = Precision(config.precision, self.device)
+        clips_fp16 = self.precision.scaler.is_enabled() and config.gradient_clip_val is not None
+        self.optimizer = build_optimizer(self.module.model, self.module.config, fused=not clips_fp16)
+        self.total_steps = count_steps(
+            max_epochs=config.max_epochs, max_steps=config.max_steps, steps_per_epoch=self.plan.steps_per_epoch
+        )
+        self.schedule = build_schedule(
+            self.optimizer,
+            self.module.config,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
+        self.train_loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
+        self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
+        self.place = Place()
+        self.best = -1.0
+        self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
+        self.log_every = config.log_every_n_steps or 50
+        first = self.ranks.is_first
+        self.logger = Logger(self.folder if first else None, rows=config.logger is not False)
+        self.progress = Progress(
+            enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs
+        )
+
+    # Training
+
+    @property
+    def done(self) -> bool:
+        return self.total_steps is not None and self.place.step >= self.total_steps
+
+    def train_epoch(self) -> None:
+        """The batches of an epoch that are left, and one optimizer step per `accumulate` of them."""
+        place, plan = self.place, self.plan
+        self.model.train()
+        self.progress.begin_epoch(place.epoch)
+        # Without it every epoch has the order of the first one.
+        self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
+        self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
+        self.metrics.restart()
+        for batch in islice(self.train_loader, plan.batches - place.batches):
+            self.metrics.begin_batch()
+            images, target, index = batch
+            images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+            if place.batches % plan.accumulate == 0:
+                self.optimizer.zero_grad()
+            place.batches += 1
+            # The last batch of an epoch steps whatever has been gathered; no gradient crosses an epoch.
+            steps = place.batches % plan.accumulate == 0 or place.batches == plan.batches
+            # Without a step the ranks need not talk: DDP adds up locally and reduces once, in the last backward. The
+            # forward must be inside, too: it is there that DDP decides.
+            with nullcontext() if steps or self.model is self.module else self.model.no_sync():  # type: ignore[operator]
+                with self.precision.autocast():
+                    logits = self.model(images)
+                    loss = self.module.criterion(logits, target)
+                # A mean over the window, as if it were one batch; a short last window is divided by the whole one, too.
+                self.precision.scaler.scale(loss / plan.accumulate).backward()
+            if steps:
+                self.step()
+            self.metrics.end_batch(loss.detach(), index)
+            if steps and place.step % self.log_every == 0:
+                self.end_interval()
+            self.progress.batch(place.batches, plan.batches, self.metrics.latest)
+            if self.done:
+                break
+        self.end_interval()
+        self.log(self.metrics.flush())
+
+    def step(self) -> None:
+        """One update with the gradients that backward has left: already the mean over all ranks."""
+        config, scaler = self.config, self.precision.scaler
+        if config.gradient_clip_val is not None:
+            scaler.unscale_(self.optimizer)
+            # In the optimizer's order: the last bit of the norm depends on it.
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            clip = clip_grad_value_ if config.gradient_clip_algorithm == "value" else clip_grad_norm_
+            clip(parameters, config.gradient_clip_val)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.schedule.step()
+        self.place.step += 1
+
+    def end_interval(self) -> None:
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.log(self.metrics.end_interval(epoch=self.place.epoch, step=self.place.step, lr=lr))
+
+    def log(self, rows: list[dict[str, float]]) -> None:
+        for row in rows:
+            self.logger.log(row)
+
+    # Validation
+
+    @property
+    def validates(self) -> bool:
+        """After whole epochs only: a training that ends inside one is not validated there."""
+        whole = self.place.batches == self.plan.batches and not self.place.validated
+        return whole and self.val_batches > 0 and (self.place.epoch + 1) % self.config.check_val_every_n_epoch == 0
+
+    def sanity_check(self) -> None:
+        """A few validation batches, so that what fails there fails before hours of training; it leaves no trace."""
+        steps = 2 if self.config.num_sanity_val_steps is None else self.config.num_sanity_val_steps
+        if steps and self.val_batches:
+            with torch.random.fork_rng(devices=[]):  # a loader draws a number for each pass
+                self.validate(steps if steps > 0 else None)
+
+    def validate(self, limit: int | None = None) -> dict[str, float]:
+        """Exact metrics over the whole set, the same on every rank."""
+        equal_buffers(self.module.model)
+        self.model.eval()
+        metrics = ValMetrics(self.device)
+        inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
+        with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
+            batches = self.val_batches if limit is None else min(limit, self.val_batches)
+            for images, target, _ in islice(self.val_loader, batches):
+                images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+                with self.precision.autocast():
+                    # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
+                    logits = self.model(images).float()
+                    metrics.update(logits, target)
+        self.model.train()
+        return metrics.compute()
+
+    def log_validation(self, metrics: dict[str, float]) -> None:
+        row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
+        self.metrics.history.append(row)
+        self.logger.log(row)
+        self.progress.validated(self.metrics.latest, metrics)
+
+    # Checkpoints
+
+    @property
+    def saves(self) -> bool:
+        return self.config.enable_checkpointing is not False
+
+    def save_checkpoints(self) -> None:
+        """last.ckpt, and best.ckpt where this validation had the highest top-1; equal buffers, one writer."""
+        equal_buffers(self.module.model)
+        if not self.ranks.is_first:
+            return
+        checkpoint = make_checkpoint(
+            self.module,
+            self.data,
+            self.place,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            scaler=self.precision.scaler,
+            history=self.metrics.history,
+        )
+        write_atomic(checkpoint, self.folder / "checkpoints" / "last.ckpt")
+        if self.place.validated and self.place.metrics and self.place.metrics["val/top1"] > self.best:
+            self.best = self.place.metrics["val/top1"]
+            write_atomic(checkpoint, self.folder / "checkpoints" / "best.ckpt")
+
+    def resume(self, ckpt_path: str) -> None:
+        """Each rank reads the file itself: weights, optimizer, schedule, and the place in the epoch."""
+        content = read_checkpoint(ckpt_path)
+        self.module.model.load_state_dict(extract_state_dict(content, path=ckpt_path, flag="--ckpt_path"))
+        record = content[RECORD]
+        self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler)
+        self.metrics.history = record["history"]
+        if self.place.batches >= self.plan.batches and (self.place.validated or not self.validates):
+            self.place.next_epoch()
+
+    def count_replaced(self) -> int:
+        """Unreadable images that were replaced, on all ranks."""
+        return int(sum_over_ranks(torch.tensor(float(len(self.metrics.replaced)), device=self.device)))
+
+
+def limit_batches(batches: int, limit: int | float | None) -> int:
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
