@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.core.checkpoint import RECORD, write_atomic
 from project.lit.data import ImageFolders
+from project.lit.interchange import as_lightning
 from project.lit.module import Classifier
 
 
@@ -18,6 +19,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_atomic(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        content = super().load_checkpoint(path, map_location, weights_only)
+        return content if "loops" in content else as_lightning(content)
 
 
 class Last(ModelCheckpoint):
@@ -35,7 +40,10 @@ class Best(ModelCheckpoint):
 
 
 class Record(Callback):
-    """What a checkpoint says of its run, in plain values that both trainers and the commands read."""
+    """What a checkpoint says of its run, in plain values: all that the raw trainer needs to go on, and the commands read."""
+
+    def __init__(self, pending: "PendingValidation") -> None:
+        self.pending = pending
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert isinstance(pl_module, Classifier)
@@ -46,11 +54,18 @@ class Record(Callback):
             "classes": data.splits.classes,
             "samples": len(data.splits.train),
             "steps_per_epoch": data.plan.steps_per_epoch,
+            "batches_per_epoch": data.plan.batches,
             "accumulate": data.plan.accumulate,
             "world_size": trainer.world_size,
             "seed": data.seed,
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
+            "batches": data.state_dict()["batches"],
+            "complete": self.pending.epoch_is_complete(trainer),
+            "history": checkpoint["callbacks"]["TrainMetrics"]["history"],
+            "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
+            "schedule": checkpoint["lr_schedulers"][0],
+            "scaler": checkpoint.get("MixedPrecision", {}),
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")},
         }
 
@@ -97,9 +112,15 @@ class PendingValidation(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated = True
 
+    def epoch_is_complete(self, trainer: Trainer) -> bool:
+        """Nothing of the running epoch is left to do: all batches trained, its validation done or not due."""
+        every = trainer.check_val_every_n_epoch
+        due = trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
+        return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and (self.validated or not due)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if not last_batch or self.validated or not trainer.enable_validation:
+        if not last_batch or self.epoch_is_complete(trainer):
             return
         state = checkpoint["loops"]["fit_loop"]
         batches = state["epoch_loop.batch_progress"]

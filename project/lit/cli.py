@@ -91,7 +91,8 @@ class TrainCLI(LightningCLI):
 def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
-    callbacks: list[Callback] = [metrics, EqualBuffers(), PendingValidation(), Record()]
+    pending = PendingValidation()
+    callbacks: list[Callback] = [metrics, EqualBuffers(), pending, Record(pending)]
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
     callbacks.append(ClosingLine(metrics))

@@ -1,5 +1,6 @@
 """The model as a LightningModule: what happens in one step; Lightning's DDP does the rest."""
 
+import math
 import os
 from typing import Any
 
@@ -45,8 +46,8 @@ class Classifier(LightningModule):
         counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
         self.val_top1 = MulticlassAccuracy(**counted, top_k=1, validate_args=False)
         self.val_top5 = MulticlassAccuracy(**counted, top_k=min(5, num_classes), validate_args=False)
-        self.val_loss = MeanMetric().set_dtype(torch.float64)
-        self.val_images = SumMetric().set_dtype(torch.float64)
+        self.val_loss = MeanMetric(nan_strategy=math.nan)  # a NaN stays one; "disable" would ignore the weights as well
+        self.val_images = SumMetric(nan_strategy="disable")
 
     @property
     def data(self) -> ImageFolders:
@@ -71,6 +72,11 @@ class Classifier(LightningModule):
         self.val_top5.update(logits, target)
         self.val_loss.update(loss.double(), counts)
         self.val_images.update(counts)
+
+    def on_validation_epoch_start(self) -> None:
+        """Sums in float64: not once at the start, since a metric that is moved to a device casts to float32 again."""
+        self.val_loss.set_dtype(torch.float64)
+        self.val_images.set_dtype(torch.float64)
 
     def on_validation_epoch_end(self) -> None:
         metrics = {

@@ -1,6 +1,6 @@
 """Replaces ModelCheckpoint and Lightning's loop state: what a checkpoint holds, and how a training goes on from it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import optim
@@ -21,18 +21,18 @@ class Place:
         epoch: The running epoch, from 0.
         batches: Of it, those that this rank has trained on.
         step: Optimizer steps since the first epoch.
-        validated: Whether the epoch's validation has run.
+        complete: Nothing of the epoch is left: all batches trained, its validation done or not due.
         metrics: Of the newest validation.
     """
 
     epoch: int = 0
     batches: int = 0
     step: int = 0
-    validated: bool = False
-    metrics: dict[str, float] | None = None
+    complete: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def next_epoch(self) -> None:
-        self.epoch, self.batches, self.validated = self.epoch + 1, 0, False
+        self.epoch, self.batches, self.complete = self.epoch + 1, 0, False
 
 
 def make_checkpoint(
@@ -52,14 +52,15 @@ def make_checkpoint(
         "classes": data.splits.classes,
         "samples": len(data.splits.train),
         "steps_per_epoch": data.plan.steps_per_epoch,
+        "batches_per_epoch": data.plan.batches,
         "accumulate": data.plan.accumulate,
         "world_size": data.ranks.world_size,
         "seed": data.seed,
         "epoch": place.epoch,
         "step": place.step,
         "batches": place.batches,
-        "validated": place.validated,
-        "metrics": place.metrics or {},
+        "complete": place.complete,
+        "metrics": place.metrics,
         "history": history,
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
@@ -82,4 +83,4 @@ def restore(
     if scaler.is_enabled() and record["scaler"]:
         scaler.load_state_dict(record["scaler"])
     follow_recipe(optimizer, schedule, recipe)
-    return Place(record["epoch"], record["batches"], record["step"], record["validated"], record["metrics"])
+    return Place(record["epoch"], record["batches"], record["step"], record["complete"], record["metrics"])

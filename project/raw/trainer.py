@@ -44,12 +44,13 @@ class Trainer:
             self.sanity_check()
         while not self.done:
             self.train_epoch()
-            if self.validates:
+            validates = self.validates
+            if validates:
                 self.place.metrics = self.validate()
-                self.place.validated = True
                 self.log_validation(self.place.metrics)
-            if self.saves:
-                self.save_checkpoints()
+            self.place.complete = self.place.batches == self.plan.batches
+            if self.config.enable_checkpointing is not False:
+                self.save_checkpoints(may_be_best=validates)
             self.place.next_epoch()
         self.logger.draw(self.metrics.history)
 
@@ -157,8 +158,8 @@ class Trainer:
     @property
     def validates(self) -> bool:
         """After whole epochs only: a training that ends inside one is not validated there."""
-        whole = self.place.batches == self.plan.batches and not self.place.validated
-        return whole and self.val_batches > 0 and (self.place.epoch + 1) % self.config.check_val_every_n_epoch == 0
+        whole = self.place.batches == self.plan.batches and self.val_batches > 0
+        return whole and (self.place.epoch + 1) % self.config.check_val_every_n_epoch == 0
 
     def sanity_check(self) -> None:
         """A few validation batches, so that what fails there fails before hours of training; it leaves no trace."""
@@ -192,11 +193,7 @@ class Trainer:
 
     # Checkpoints
 
-    @property
-    def saves(self) -> bool:
-        return self.config.enable_checkpointing is not False
-
-    def save_checkpoints(self) -> None:
+    def save_checkpoints(self, *, may_be_best: bool) -> None:
         """last.ckpt, and best.ckpt where this validation had the highest top-1; equal buffers, one writer."""
         equal_buffers(self.module.model)
         if not self.ranks.is_first:
@@ -211,7 +208,7 @@ class Trainer:
             history=self.metrics.history,
         )
         write_atomic(checkpoint, self.folder / "checkpoints" / "last.ckpt")
-        if self.place.validated and self.place.metrics and self.place.metrics["val/top1"] > self.best:
+        if may_be_best and self.place.metrics["val/top1"] > self.best:
             self.best = self.place.metrics["val/top1"]
             write_atomic(checkpoint, self.folder / "checkpoints" / "best.ckpt")
 
@@ -222,7 +219,7 @@ class Trainer:
         record = content[RECORD]
         self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler)
         self.metrics.history = record["history"]
-        if self.place.batches >= self.plan.batches and (self.place.validated or not self.validates):
+        if self.place.complete:
             self.place.next_epoch()
 
     def count_replaced(self) -> int:
