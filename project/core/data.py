@@ -111,12 +111,16 @@ class ResumableLoader(DataLoader[T]):
 
     Its `__iter__` is a generator, so that nothing is prefetched before the first `next`: a trainer may ask for the
     iterator before it has told the sampler the epoch.
+
+    Attributes:
+        watch: Called with the epoch and each batch that is given, if set.
     """
 
     def __init__(self, dataset: Dataset[T], resume: dict[str, int] | None = None, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
         self.resume = resume
         self.given = 0
+        self.watch: Callable[[int, Any], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         resume, self.resume = self.resume, None
@@ -124,6 +128,8 @@ class ResumableLoader(DataLoader[T]):
         self.batch_sampler.skip = self.given  # type: ignore[union-attr]
         for batch in super().__iter__():
             self.given += 1
+            if self.watch is not None:
+                self.watch(self.epoch, batch)
             yield batch
 
     @property

@@ -17,6 +17,7 @@ from project.lit.data import ImageFolders
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
+from project.lit.recording import Recording
 from project.lit.report import ClosingLine
 from project.lit.run_folder import RunFolder
 
@@ -55,11 +56,15 @@ class TrainCLI(LightningCLI):
             default=None,
             help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
         )
+        parser.add_argument("--record", type=str | None, default=None, help="Write what the training does to this folder.")
         parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         self.config.seed_everything = decide_seed(self.config.seed_everything)
+        self.record: str | None = self.config.get("record")
+        if self.record is not None:
+            self.config.record = None  # of this run only: config.yaml is there to be run again
 
     def before_instantiate_classes(self) -> None:
         drop_stale_variables(num_nodes=self.config.trainer.num_nodes)
@@ -78,7 +83,8 @@ class TrainCLI(LightningCLI):
             config.default_root_dir = "."
         if config.logger in (None, True):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
-        config.callbacks = [*default_callbacks(config, given), *given]
+        recording = [] if self.record is None else [Recording(self.record)]
+        config.callbacks = [*default_callbacks(config, given), *recording, *given]
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False

@@ -12,6 +12,7 @@ from project.core.index import load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
 from project.core.plan import available_cores
+from project.core.record import check_record_folder
 from project.core.report import data_lines, run_lines, validation_line
 from project.core.weights import find_arch, read_weights
 from project.lit.checks import check_fit
@@ -46,6 +47,7 @@ def fit(arguments: list[str]) -> int:
     quiet()
     cli = TrainCLI(expand(arguments, default_config=True))
     if not started_by_us():
+        check_record_folder(cli.record)
         splits = load_splits(cli.datamodule.config)
         plan = check_fit(cli.trainer, cli.model, cli.datamodule, splits, ckpt_path=cli.config.ckpt_path)
         trainer = cli.trainer

@@ -114,6 +114,7 @@ class Settings:
     data: DataConfig
     seed: int
     ckpt_path: str | None
+    record: str | None
 
 
 class Parser(ArgumentParser):
@@ -147,6 +148,7 @@ def _parser() -> ArgumentParser:
         default=None,
         help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
     )
+    parser.add_argument("--record", type=str | None, default=None, help="Write what the training does to this folder.")
     return parser
 
 
@@ -200,6 +202,8 @@ def parse(arguments: list[str]) -> Settings:
     parser = _parser()
     config = parser.parse_args(arguments)
     config.pop("config", None)
+    record = config.record
+    config.record = None  # of this run only: config.yaml is there to be run again
     config.seed_everything = decide_seed(config.seed_everything)
     drop_stale_variables(num_nodes=config.trainer.num_nodes)
     _refuse_others(config.trainer)
@@ -224,6 +228,7 @@ def parse(arguments: list[str]) -> Settings:
         DataConfig(**vars(config.data)),
         config.seed_everything,
         config.ckpt_path,
+        record,
     )
 
 

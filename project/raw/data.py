@@ -51,7 +51,7 @@ class ImageFolders:
             skip_bad=self.config.on_bad_image == "skip",
         )
         # All ranks shuffle with the same seed and epoch, then each takes every world_size-th sample.
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[Sample] = DistributedSampler(
             dataset,
             num_replicas=self.ranks.world_size,
             rank=self.ranks.rank,
@@ -69,7 +69,7 @@ class ImageFolders:
             skip_bad=config.on_bad_image == "skip",
         )
         # It repeats images until all ranks have as many; ValBatchSampler marks those, so that none counts twice.
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[Sample] = DistributedSampler(
             dataset, num_replicas=self.ranks.world_size, rank=self.ranks.rank, shuffle=False, seed=self.seed
         )
         batches = ValBatchSampler(sampler, self.plan.per_rank_batch, drop_last=False)

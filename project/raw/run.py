@@ -2,6 +2,8 @@
 
 import os
 import random
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +14,13 @@ from project.core.index import Splits, load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
 from project.core.plan import BatchPlan, available_cores, count_steps
+from project.core.record import check_record_folder
 from project.core.report import closing_lines, data_lines, run_lines
 from project.raw.cli import Settings, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, process_group
 from project.raw.module import Classifier
+from project.raw.recording import RecordedTrainer
 from project.raw.run_folder import make_run_folder
 from project.raw.trainer import Trainer
 
@@ -26,6 +30,7 @@ def fit(arguments: list[str]) -> int:
     trainer = settings.trainer
     ranks = int(trainer.devices)
     if not started_by_us():
+        check_record_folder(settings.record)
         splits = load_splits(settings.data)
         plan = check_fit(settings, splits)
         lines = run_lines(
@@ -78,6 +83,17 @@ def use_deterministic(mode: bool | str | None, benchmark: bool | None) -> None:
     torch.backends.cudnn.benchmark = bool(benchmark) and not mode
 
 
+def describe(settings: Settings) -> dict[str, Any]:
+    """What a record says of the run, as the Lightning trainer says it."""
+    return {
+        "model": asdict(settings.model),
+        "data": asdict(settings.data),
+        "seed": settings.seed,
+        "precision": settings.trainer.precision,
+        "accumulate": settings.trainer.accumulate_grad_batches,
+    }
+
+
 def train(settings: Settings, ranks: Ranks) -> None:
     """One rank, from its first seed to its last line."""
     trainer = settings.trainer
@@ -94,7 +110,11 @@ def train(settings: Settings, ranks: Ranks) -> None:
                 settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed
             )
             folder = make_run_folder(settings, ranks)
-            run = Trainer(trainer, ranks, module, data, folder)
+            if settings.record is None:
+                run = Trainer(trainer, ranks, module, data, folder)
+            else:
+                run = RecordedTrainer(trainer, ranks, module, data, folder)
+                run.record_to(settings.record, describe(settings))
             run.fit(settings.ckpt_path)
             replaced = run.count_replaced()
         except Exception as error:

@@ -8,8 +8,8 @@ from project.core.run_folder import new_run_folder
 from project.raw.cli import Settings, save_config
 from project.raw.distributed import Ranks, broadcast
 
-_COLUMNS = ("epoch", "step", "train/data_wait", "train/images_per_s", "train/loss", "train/lr")
-_COLUMNS += ("val/images", "val/loss", "val/top1", "val/top5")
+_COLUMNS = ["epoch", "step", "train/data_wait", "train/images_per_s", "train/loss", "train/lr"]
+_COLUMNS += ["val/images", "val/loss", "val/top1", "val/top5"]
 
 
 def make_run_folder(settings: Settings, ranks: Ranks) -> Path:

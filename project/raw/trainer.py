@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ class Trainer:
         self.module = module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
         find_unused = config.strategy == "ddp_find_unused_parameters_true"
         self.model = wrap(self.module, self.ranks, find_unused=find_unused)
-        self.precision = Precision(config.precision, self.device)
+        self.precision = Precision(str(config.precision), self.device)
         clips_fp16 = self.precision.scaler.is_enabled() and config.gradient_clip_val is not None
         self.optimizer = build_optimizer(self.module.model, self.module.config, fused=not clips_fp16)
         self.total_steps = count_steps(
@@ -207,10 +208,13 @@ class Trainer:
             scaler=self.precision.scaler,
             history=self.metrics.history,
         )
-        write_atomic(checkpoint, self.folder / "checkpoints" / "last.ckpt")
+        self.write(checkpoint, self.folder / "checkpoints" / "last.ckpt")
         if may_be_best and self.place.metrics["val/top1"] > self.best:
             self.best = self.place.metrics["val/top1"]
-            write_atomic(checkpoint, self.folder / "checkpoints" / "best.ckpt")
+            self.write(checkpoint, self.folder / "checkpoints" / "best.ckpt")
+
+    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        write_atomic(checkpoint, path)
 
     def resume(self, ckpt_path: str) -> None:
         """Each rank reads the file itself: weights, optimizer, schedule, and the place in the epoch."""

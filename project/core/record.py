@@ -1,0 +1,272 @@
+"""What a training did, exactly: one file of JSON lines per rank, written as it goes and readable without the trainers.
+
+`FOLDER/rank-<r>.jsonl` holds one event per line, in the order in which things happened on that rank:
+
+    {"event": "start", "trainer": "lit" or "raw", "rank", "world_size", "environment": {...}, "settings": {...}}
+    {"event": "step", "step", "epoch", "lr": [per parameter group], "batches": [{"index", "images", "target", "logits",
+        "loss"} per accumulated batch], "local", "reduced", "weights", "optimizer", "buffers": {name: tensor}}
+    {"event": "validation", "epoch", "step", "metrics": {...}, "batches": [{"images", "logits"}]}
+    {"event": "checkpoint", "name", "state_dict": {name: tensor}, "record": {key: value or tensor}}
+    {"event": "end", "steps"}
+
+`step` counts optimizer steps from 0 over the whole training. `images` are what the network got, normalised. `local` is a
+rank's own gradient of the whole step, before the ranks are averaged; `reduced` is what the average is, before clipping;
+`weights`, `optimizer` and `buffers` are as the step left them, `lr` is what it used. Numbers are exact: a float in JSON is
+Python's repr, which reads back as the same bits.
+
+A tensor is {"type", "shape", "hash", "sketch"}. Equal hashes mean equal bytes, type and shape. The sketch is 16 float64
+numbers (little-endian, base64), linear in the tensor: the difference of two sketches is the sketch of the difference, and its
+root mean square estimates the norm of that difference, with a standard error of about 18 %. NaN in a tensor is NaN in all 16.
+
+Everything is observed by hooks of torch. They copy and compute; they change nothing.
+"""
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn, optim
+from torch.autograd import Variable
+
+from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.data import ResumableLoader
+from project.core.errors import UserError
+from project.core.weights import extract_state_dict
+
+PROJECTIONS = 16
+TIMES = ("train/images_per_s", "train/data_wait")  # in a checkpoint's history: differ from run to run
+_COLUMNS = 1024
+_PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "torchmetrics")
+_VARIABLES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
+
+
+# A tensor in a few bytes
+
+
+@lru_cache(maxsize=64)
+def _signs(count: int, stream: int) -> np.ndarray:
+    """float64 [16, count] of 1 and -1, the same on every machine: bits of splitmix64 (doi:10.1145/2660193.2660195)."""
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream << 32)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    bits = (z >> np.arange(PROJECTIONS, dtype=np.uint64)[:, None]) & np.uint64(1)
+    return 1.0 - 2.0 * bits.astype(np.float64)
+
+
+def sketch(values: np.ndarray) -> np.ndarray:
+    """float64 [16]: projections of a flat float64 array onto fixed random signs.
+
+    The sign of an element is the product of one for its row and one for its column of 1024, so that 16 projections of a
+    large tensor are one thin matrix product.
+    """
+    rows = max(1, -(-len(values) // _COLUMNS))
+    table = np.zeros((rows, _COLUMNS))
+    table.reshape(-1)[: len(values)] = values
+    return ((_signs(rows, 1) @ table) * _signs(_COLUMNS, 2)).sum(axis=1)
+
+
+def digest(tensor: Tensor) -> dict[str, Any]:
+    """A tensor's type, shape, hash and sketch."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    hashed = hashlib.sha256(f"{kind}{shape}".encode())
+    hashed.update(flat.view(torch.uint8).numpy().data)
+    return {
+        "type": kind,
+        "shape": shape,
+        "hash": hashed.hexdigest()[:32],
+        "sketch": base64.b64encode(sketch(flat.double().numpy()).astype("<f8").tobytes()).decode(),
+    }
+
+
+def read_sketch(tensor: Mapping[str, Any]) -> np.ndarray:
+    """float64 [16] from what `digest` made."""
+    return np.frombuffer(base64.b64decode(tensor["sketch"]), dtype="<f8")
+
+
+def distance(tensor: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Euclidean norm of the difference of two recorded tensors of one shape, estimated from their sketches."""
+    return math.sqrt(float(np.mean((read_sketch(tensor) - read_sketch(other)) ** 2)))
+
+
+def _flatten(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested dicts and lists of rows as one dict; tensors become digests."""
+    if isinstance(value, dict):
+        parts = ((str(name), part) for name, part in value.items() if name not in TIMES)
+    elif isinstance(value, list) and any(isinstance(part, dict | list | Tensor) for part in value):
+        parts = ((str(number), part) for number, part in enumerate(value))
+    else:
+        return {key: digest(value) if isinstance(value, Tensor) else value}
+    return {name: leaf for k, part in parts for name, leaf in _flatten(part, f"{key}/{k}" if key else k).items()}
+
+
+# A run
+
+
+def environment() -> dict[str, Any]:
+    """What may change bits without anybody having changed the code."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "versions": versions,
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+def check_record_folder(folder: str | None) -> None:
+    """Refuse a folder that holds a record already: two runs in one file would look like one."""
+    if folder is not None and any(Path(folder).glob("rank-*.jsonl")):
+        raise UserError(f"--record {folder} already holds a record. Name a new folder, or remove that one.")
+
+
+class Recorder:
+    """Writes one rank's file. `attach` it once model, optimizer and loader are in place, then train."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, trainer: str, rank: int, world_size: int) -> None:
+        path = Path(folder) / f"rank-{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("x")
+        self._start = {"trainer": trainer, "rank": rank, "world_size": world_size}
+        self._batches: list[dict[str, Any]] = []
+        self._val_batches: list[dict[str, Any]] = []
+        self._local: dict[str, Tensor] = {}
+        self._reduced: dict[str, Tensor] = {}
+        self._in_backward = False
+        self._steps = 0
+
+    def _write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        self._file.flush()
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        criterion: nn.Module,
+        optimizer: optim.Optimizer,
+        loader: ResumableLoader[Any],
+        step: int,
+        settings: dict[str, Any],
+    ) -> None:
+        """Observe a training from now on.
+
+        Args:
+            model: The network itself, not its DDP wrapper.
+            criterion: Its loss, called as a module.
+            optimizer: torch's own, which updates the network's parameters.
+            loader: Of the training images.
+            step: Optimizer steps already taken.
+            settings: What the run was asked for, in plain values.
+        """
+        self._write("start", **self._start, environment=environment(), settings=settings)
+        self.model, self._step = model, step
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        loader.watch = self._batch
+        model.register_forward_hook(self._forward)
+        criterion.register_forward_hook(self._loss)
+        for parameter in self._names:
+            # Runs when a parameter's gradient has been added up, before DDP copies it into a bucket.
+            parameter.register_post_accumulate_grad_hook(self._gradient)
+        optimizer.register_step_post_hook(self._update)
+
+    def _batch(self, epoch: int, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._epoch = epoch
+        self._batches.append({"index": batch[2].tolist()})
+
+    def _forward(self, model: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
+        seen = {"images": digest(inputs[0]), "logits": digest(logits)}
+        if model.training:
+            self._batches[-1].update(seen)
+        else:
+            self._val_batches.append(seen)
+
+    def _loss(self, criterion: nn.Module, inputs: tuple[Tensor, Tensor], loss: Tensor) -> None:
+        self._batches[-1].update(target=digest(inputs[1]), loss=loss.item())
+
+    def _gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._local[self._names[parameter]] = parameter.grad.clone()
+        if not self._in_backward:
+            self._in_backward = True
+            # Called at the end of this backward. By then DDP has asked for the same, to wait for its buckets and to copy
+            # them back; asking again from there comes after it.
+            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+
+    def _end_of_backward(self) -> None:
+        Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
+
+    def _reduce(self) -> None:
+        self._in_backward = False
+        self._reduced = {name: p.grad.clone() for p, name in self._names.items() if p.grad is not None}
+
+    def _update(self, optimizer: optim.Optimizer, *_: Any) -> None:
+        state = {
+            f"{self._names[parameter]}/{key}": digest(value) if isinstance(value, Tensor) else value
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+        self._write(
+            "step",
+            step=self._step,
+            epoch=self._epoch,
+            lr=[group["lr"] for group in optimizer.param_groups],
+            batches=self._batches,
+            local={name: digest(value) for name, value in self._local.items()},
+            reduced={name: digest(value) for name, value in self._reduced.items()},
+            weights={name: digest(value) for name, value in self.model.named_parameters()},
+            optimizer=state,
+            buffers={name: digest(value) for name, value in self.model.named_buffers()},
+        )
+        self._step += 1
+        self._steps += 1
+        self._batches, self._local, self._reduced = [], {}, {}
+
+    def validation(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> None:
+        self._write("validation", epoch=epoch, step=step, metrics=dict(metrics), batches=self._val_batches)
+        self._val_batches = []
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """As it was written: read back from the file."""
+        content = read_checkpoint(os.fspath(path))
+        tensors = extract_state_dict(content, path=os.fspath(path), flag="--record")
+        record = _flatten(content[RECORD])
+        state = {name: digest(value) for name, value in tensors.items()}
+        self._write("checkpoint", name=Path(path).name, state_dict=state, record=record)
+
+    def close(self) -> None:
+        """A file without this last line is of a run that did not end well."""
+        self._write("end", steps=self._steps)
+        self._file.close()
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
+    """The events of each rank of a recorded run."""
+    found = sorted(Path(folder).glob("rank-*.jsonl"))
+    if not found:
+        raise UserError(f"{folder} holds no record: there is no rank-0.jsonl. Record a run with --record {folder}.")
+    runs = {}
+    for path in found:
+        with path.open() as file:
+            runs[int(path.stem.removeprefix("rank-"))] = [json.loads(line) for line in file]
+    return runs

@@ -1,0 +1,59 @@
+"""The Lightning trainer with a recorder attached from outside: `--record DIR`."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from project.core.record import Recorder
+from project.lit.module import Classifier
+
+
+class Recording(Callback):
+    """Tells a recorder what hooks cannot see."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Classifier)
+        assert pl_module.model is not None
+        loader: Any = trainer.train_dataloader
+        world_size = trainer.world_size
+        self.recorder = Recorder(self.folder, trainer="lit", rank=trainer.global_rank, world_size=world_size)
+        self.recorder.attach(
+            pl_module.model,
+            criterion=pl_module.criterion,
+            optimizer=trainer.optimizers[0],
+            loader=loader,
+            step=trainer.global_step,
+            settings={
+                "model": asdict(pl_module.config),
+                "data": asdict(pl_module.data.config),
+                "seed": pl_module.data.seed,
+                "precision": trainer.precision,
+                "accumulate": trainer.accumulate_grad_batches,
+            },
+        )
+        trainer.strategy.checkpoint_io = RecordingIO(trainer.strategy.checkpoint_io, self.recorder)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+            self.recorder.validation(metrics, epoch=trainer.current_epoch, step=trainer.global_step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder.close()
+
+
+class RecordingIO(_WrappingCheckpointIO):
+    """Records each checkpoint as it has been written."""
+
+    def __init__(self, checkpoint_io: Any, recorder: Recorder) -> None:
+        super().__init__(checkpoint_io)
+        self.recorder = recorder
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.recorder.checkpoint(path)
