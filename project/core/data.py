@@ -98,7 +98,7 @@ class ValBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         world_size = getattr(self.sampler, "num_replicas", 1)
         rank = getattr(self.sampler, "rank", 0)
-        size = len(self.sampler.dataset if hasattr(self.sampler, "dataset") else self.sampler.data_source)
+        size = len(getattr(self.sampler, "dataset", None) or self.sampler.data_source)  # type: ignore[attr-defined]
         position = 0
         for batch in super().__iter__():
             keys = [(i, (position + k) * world_size + rank < size) for k, i in enumerate(batch)]

@@ -63,9 +63,7 @@ class ImageIndex:
         return make_index(self.folder, self.classes, [(self.name(i), int(self.targets[i])) for i in keep], self.ignored)
 
 
-def make_index(
-    folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")
-) -> ImageIndex:
+def make_index(folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")) -> ImageIndex:
     encoded = [os.fsencode(name) for name, _ in samples]
     return ImageIndex(
         folder=folder,
@@ -257,7 +255,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
         )
     if config.root == DIGITS:
         root = render_digits(cache_folder())
-        return Splits(load_index(root / "train"), load_index(root / "val"), f"digits (embedded; UCI, CC BY 4.0) in {root}")
+        return Splits(load_index(root / "train"), load_index(root / "val"), f"the embedded digits (UCI, CC BY 4.0), {root}")
     root = Path(config.root).expanduser()
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"

@@ -42,9 +42,7 @@ def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_ste
     return 1.0
 
 
-def build_schedule(
-    optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None
-) -> LambdaLR:
+def build_schedule(optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None) -> LambdaLR:
     """A schedule that is stepped once after each optimizer step.
 
     Raises:

@@ -71,7 +71,8 @@ class EqualBuffers(Callback):
     def _broadcast(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size == 1:
             return
-        assert isinstance(pl_module, Classifier) and pl_module.model is not None
+        assert isinstance(pl_module, Classifier)
+        assert pl_module.model is not None
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in pl_module.model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
@@ -106,4 +107,8 @@ class PendingValidation(Callback):
         for span in ("total", "current"):
             batches[span]["completed"] = batches[span]["processed"]
         zero = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-        state["epoch_loop.val_loop.batch_progress"] = {"total": dict(zero), "current": dict(zero), "is_last_batch": False}
+        state["epoch_loop.val_loop.batch_progress"] = {
+            "total": dict(zero),
+            "current": dict(zero),
+            "is_last_batch": False,
+        }

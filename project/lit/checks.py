@@ -14,7 +14,6 @@ from project.core.weights import match_weights
 from project.lit.data import ImageFolders, plan_batches
 from project.lit.module import Classifier, total_steps
 
-
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 

@@ -1,7 +1,6 @@
 """The command line: LightningCLI with short flags for the trainer, and one source of truth for each setting."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from project.core.config import CONFIGS, DIGITS
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others, world_of_launcher
-from project.lit.checks import check_devices
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
+from project.lit.checks import check_devices
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
-from project.lit.report import ClosingLine
+from project.lit.report import ClosingLine, ReportFailure
 from project.lit.run_folder import RunFolder, newest_checkpoint
 
 SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
@@ -82,7 +81,11 @@ class TrainCLI(LightningCLI):
             trainer_defaults={"max_epochs": 90, "num_sanity_val_steps": 0},
             seed_everything_default=1,
             parser_class=Parser,
-            parser_kwargs={"allow_abbrev": False, "prog": f"python -m project.{self.command}", "description": self.__doc__},
+            parser_kwargs={
+                "allow_abbrev": False,
+                "prog": f"python -m project.{self.command}",
+                "description": self.__doc__,
+            },
             args=arguments,
             run=False,
             auto_configure_optimizers=False,
@@ -161,13 +164,12 @@ class TrainCLI(LightningCLI):
 def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
-    callbacks: list[Callback] = [metrics, EqualBuffers(), PendingValidation(), Record()]
+    callbacks: list[Callback] = [ReportFailure(), metrics, EqualBuffers(), PendingValidation(), Record()]
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
-    callbacks.append(ClosingLine(metrics))
     if config.fast_dev_run:
         return callbacks
-    callbacks.append(Curves(metrics))
+    callbacks += [Curves(metrics), ClosingLine(metrics)]
     if config.enable_checkpointing is not False:
         callbacks.append(Last())
         if config.limit_val_batches != 0:

@@ -49,7 +49,7 @@ class Classifier(LightningModule):
 
     @property
     def data(self) -> ImageFolders:
-        return self.trainer.datamodule  # type: ignore[attr-defined,no-any-return]
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [n, 3, h, w] -> logits [n, classes]."""
@@ -80,7 +80,7 @@ class Classifier(LightningModule):
         }
         self.log_dict(metrics)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         assert self.model is not None
         clips_fp16 = self.trainer.precision == "16-mixed" and self.trainer.gradient_clip_val is not None
         optimizer = build_optimizer(self.model, self.config, fused=not clips_fp16)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,13 +19,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def validation_line(metrics: dict[str, Any]) -> str:
-    """Top-1, top-5, loss and the number of images of an evaluation."""
-    values = {name: float(value) for name, value in metrics.items()}
-    return (
-        f"top-1 {percent(values['val/top1'])}, top-5 {percent(values['val/top5'])}, "
-        f"loss {values['val/loss']:.4f} on {values['val/images']:,.0f} images"
-    )
+def accuracy(metrics: Mapping[str, Any]) -> str:
+    """Top-1 and top-5 of an evaluation."""
+    return f"top-1 {percent(float(metrics['val/top1']))}, top-5 {percent(float(metrics['val/top5']))}"
 
 
 class TrainingProgress(ProgressBar):
@@ -89,9 +86,8 @@ class TrainingProgress(ProgressBar):
         row = self.metrics.latest
         if not row:
             return ""
-        return (
-            f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} images/s  wait {100 * row['train/data_wait']:.0f} %"
-        )
+        wait = f"{100 * row['train/data_wait']:.0f} %"
+        return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} images/s  wait {wait}"
 
     # Training
 
@@ -103,9 +99,7 @@ class TrainingProgress(ProgressBar):
         self._open(trainer, self._epoch(trainer), self.total_train_batches)
         self._epoch_began = self._said = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._advance(batch_idx + 1, self._status())
         if self._bar is None and time.monotonic() - self._said > _LINE_EVERY_S and self.metrics.latest:
             self._said = time.monotonic()
@@ -129,9 +123,11 @@ class TrainingProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            seconds = time.monotonic() - self._epoch_began
-            line = f"{self._epoch(trainer)} in {seconds:.0f} s: {self._status()}"
-            self.print(f"{line}; validation {validation_line(trainer.callback_metrics)}")
+            images_per_s, wait = self.metrics.epoch_speed(trainer.world_size)
+            self.print(
+                f"{self._epoch(trainer)}: loss {self.metrics.latest['train/loss']:.3f}, {accuracy(trainer.callback_metrics)}; "
+                f"{time.monotonic() - self._epoch_began:.0f} s, {images_per_s:,.0f} images/s, wait {100 * wait:.0f} %"
+            )
             self._open(trainer, self._epoch(trainer), self.total_train_batches)  # validation may come inside an epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
