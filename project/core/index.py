@@ -95,10 +95,11 @@ class _Scan:
         with os.scandir(path) as found:
             yield from sorted(found, key=lambda entry: entry.name)
 
-    def images(self, name: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    def images(self, name: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
         """Images below a folder, in order of path; links are followed, loops are not."""
-        status = os.stat(os.path.join(self.folder, name))
-        if (status.st_dev, status.st_ino) in above:
+        real = os.path.realpath(os.path.join(self.folder, name))
+        above = above or frozenset({os.path.realpath(self.folder)} if name else ())
+        if real in above:
             return
         for entry in self.entries(name):
             child = f"{name}/{entry.name}" if name else entry.name
@@ -106,7 +107,7 @@ class _Scan:
                 if entry.name.startswith("."):
                     self.ignore(child)
                 else:
-                    yield from self.images(child, (*above, (status.st_dev, status.st_ino)))
+                    yield from self.images(child, above | {real})
             elif not is_image(entry.name) or not entry.is_file():  # is_file: a dangling link is not
                 self.ignore(child)
             else:
