@@ -1,6 +1,8 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +28,35 @@ class Last(ModelCheckpoint):
     def __init__(self) -> None:
         super().__init__(filename="last", enable_version_counter=False)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: a resumed run has a folder of its own."""
+
 
 class Best(ModelCheckpoint):
-    """checkpoints/best.ckpt: the highest validation top-1; the first of equals."""
+    """checkpoints/best.ckpt: the highest validation top-1; the first of equals.
+
+    A resumed run begins with the best of the run that it goes on from.
+    """
 
     def __init__(self) -> None:
         super().__init__(filename="best", monitor="val/top1", mode="max", enable_version_counter=False)
+        self.inherited: Path | None = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = Path(state_dict["best_model_path"])
+        if state_dict["best_model_score"] is None or not before.is_file() or self.dirpath is None:
+            return
+        own = str(Path(self.dirpath) / before.name)
+        self.best_model_score = self.kth_value = state_dict["best_model_score"]
+        self.best_model_path = self.kth_best_model_path = own
+        self.best_k_models = {own: self.best_model_score}
+        self.inherited = before
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.inherited is not None and trainer.is_global_zero:
+            Path(self.best_model_path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self.inherited, self.best_model_path)
 
 
 class Record(Callback):

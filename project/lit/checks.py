@@ -9,6 +9,7 @@ from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.errors import UserError
 from project.core.index import Splits
 from project.core.model import check_num_classes, last_map_size, new_model
+from project.core.optim import check_schedule
 from project.core.plan import BatchPlan
 from project.core.weights import match_weights
 from project.lit.data import ImageFolders, plan_batches
@@ -101,6 +102,7 @@ def check_fit(trainer: Trainer, model: Classifier, data: ImageFolders, splits: S
     num_classes = check_num_classes(model.config, classes=splits.classes)
     plan = plan_batches(data.config, splits, trainer)
     check_batches(plan, train_size=data.config.train_size)
+    check_schedule(model.config, total_steps=total_steps(trainer, plan))
     if ckpt_path is None:
         check_weights(model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:

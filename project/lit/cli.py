@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -61,10 +62,27 @@ def expand(arguments: list[str], *, default_config: bool) -> list[str]:
     return [*files, *flags, *printing]
 
 
+def check_yaml(arguments: list[str]) -> None:
+    """Name the file that is no YAML, which the parser's message does not."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("-c", "--config"):
+            path = Path(value if equals else "".join(arguments[position + 1 : position + 2])).expanduser()
+            if path.is_file():
+                try:
+                    yaml.safe_load(path.read_text())
+                except (yaml.YAMLError, UnicodeDecodeError) as error:
+                    reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+                    raise UserError(f"--config {path} is no valid YAML: {reason}") from error
+
+
 class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """One message instead of one after forty lines of usage."""
-        raise UserError(message.strip()) from ex
+        """One short message instead of one after forty lines of usage; of a union's many complaints, the value."""
+        first, *rest = message.strip().splitlines()
+        if len(rest) > 2:
+            rest = [line for line in rest if line.strip().startswith("Given value:")]
+        raise UserError("\n".join([first, *rest])) from ex
 
 
 class TrainCLI(LightningCLI):
@@ -102,6 +120,7 @@ class TrainCLI(LightningCLI):
         parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        check_yaml(args)
         super().parse_arguments(parser, args)
         seed = self.config.seed_everything
         if isinstance(seed, bool):
@@ -171,9 +190,8 @@ def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
         return callbacks
     callbacks += [Curves(metrics), ClosingLine(metrics)]
     if config.enable_checkpointing is not False:
-        callbacks.append(Last())
-        if config.limit_val_batches != 0:
-            callbacks.append(Best())
+        # Best first, so that last.ckpt knows of it
+        callbacks += [Best(), Last()] if config.limit_val_batches != 0 else [Last()]
     return callbacks
 
 

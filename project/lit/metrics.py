@@ -57,6 +57,9 @@ class TrainMetrics(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # which is not called for an epoch that is resumed
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
         self._restart(pl_module)

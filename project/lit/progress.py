@@ -36,6 +36,14 @@ class TrainingProgress(ProgressBar):
         self._enabled = True
         self._epoch_began = 0.0
 
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        return not self._enabled
+
     def disable(self) -> None:  # Lightning calls it on the other ranks
         self._enabled = False
 
@@ -87,13 +95,16 @@ class TrainingProgress(ProgressBar):
         if not row:
             return ""
         wait = f"{100 * row['train/data_wait']:.0f} %"
-        return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} images/s  wait {wait}"
+        return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} img/s  wait {wait}"
 
     # Training
 
     def _epoch(self, trainer: Trainer) -> str:
         last = trainer.max_epochs
         return f"epoch {trainer.current_epoch + 1}" + (f"/{last}" if last and last > 0 else "")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # which is not called for an epoch that is resumed
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, self._epoch(trainer), self.total_train_batches)
@@ -125,8 +136,8 @@ class TrainingProgress(ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             images_per_s, wait = self.metrics.epoch_speed(trainer.world_size)
             self.print(
-                f"{self._epoch(trainer)}: loss {self.metrics.latest['train/loss']:.3f}, {accuracy(trainer.callback_metrics)}; "
-                f"{time.monotonic() - self._epoch_began:.0f} s, {images_per_s:,.0f} images/s, wait {100 * wait:.0f} %"
+                f"{self._epoch(trainer)}: loss {self.metrics.latest['train/loss']:.3f}, {accuracy(trainer.callback_metrics)}, "
+                f"{time.monotonic() - self._epoch_began:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
             )
             self._open(trainer, self._epoch(trainer), self.total_train_batches)  # validation may come inside an epoch
 

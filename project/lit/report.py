@@ -93,5 +93,6 @@ class ClosingLine(Callback):
 
 def _files(folder: Path) -> str:
     """The files that a person will look for, of those that are there."""
-    names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "curves.png", "metrics.csv", "config.yaml")
-    return ", ".join(name for name in names if (folder / name).is_file())
+    saved = ",".join(name for name in ("best", "last") if (folder / "checkpoints" / f"{name}.ckpt").is_file())
+    found = [name for name in ("curves.png", "metrics.csv", "config.yaml") if (folder / name).is_file()]
+    return ", ".join([f"checkpoints/{{{saved}}}.ckpt"] * bool(saved) + found)

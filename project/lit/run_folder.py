@@ -60,4 +60,4 @@ class RunFolder(SaveConfigCallback):
             for logger in trainer.loggers:
                 logger.log_hyperparams({"model": self.config.model.as_dict(), "data": self.config.data.as_dict()})
         if trainer.is_global_zero:
-            self.parser.save(self.config, self.folder / self.config_filename, skip_none=False)
+            self.parser.save(self.config, self.folder / self.config_filename, multifile=False)
