@@ -50,7 +50,10 @@ def main() -> int:
     else:
         raise UserError(f"--out {out}: the name must end in .pt, .safetensors or .onnx.")
     classes = len(trained.classes)
-    print(f"{out}: {trained.arch} with {classes:,} classes, {out.stat().st_size / 1e6:.1f} MB; made for images of", end=" ")
+    print(
+        f"{out}: {trained.arch} with {classes:,} classes, {out.stat().st_size / 1e6:.1f} MB; made for images of",
+        end=" ",
+    )
     print(f"{trained.val_size} x {trained.val_size} (short side {trained.val_resize})")
     return 0
 

@@ -40,9 +40,7 @@ def main() -> int:
         rows.append(
             {
                 "image": path,
-                "predictions": [
-                    {"class": trained.classes[i], "label": trained.labels[i], "probability": p} for i, p in found
-                ],
+                "predictions": [{"class": trained.classes[i], "label": trained.labels[i], "probability": p} for i, p in found],
             }
         )
         for position, (i, probability) in enumerate(found):

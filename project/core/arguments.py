@@ -4,6 +4,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from project.core.config import CONFIGS, DIGITS
 from project.core.errors import UserError
 from project.core.launch import started_by_others, world_of_launcher
@@ -46,6 +48,28 @@ def expand(arguments: list[str], *, default_config: bool) -> list[str]:
         if recipe == "digits" and flag_value(flags, "--data.root") is None:
             flags = ["--data.root", DIGITS, *flags]
     return [*files, *flags, *printing]
+
+
+def check_yaml(arguments: list[str]) -> None:
+    """Name the file that is no YAML, which the parser's message does not."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("-c", "--config"):
+            path = Path(value if equals else "".join(arguments[position + 1 : position + 2])).expanduser()
+            if path.is_file():
+                try:
+                    yaml.safe_load(path.read_text())
+                except (yaml.YAMLError, UnicodeDecodeError) as error:
+                    reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+                    raise UserError(f"--config {path} is no valid YAML: {reason}") from error
+
+
+def shorten(message: str) -> str:
+    """One short message instead of one after forty lines of usage; of a union's many complaints, the value."""
+    first, *rest = message.strip().splitlines()
+    if len(rest) > 2:
+        rest = [line for line in rest if line.strip().startswith("Given value:")]
+    return "\n".join([first, *rest])
 
 
 def decide_seed(seed: int | bool) -> int:

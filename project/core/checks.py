@@ -24,14 +24,10 @@ def check_devices(config: Any) -> None:
     accelerator, precision, strategy = config.accelerator, str(config.precision), config.strategy
     gpus = torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
-        raise UserError(
-            f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu."
-        )
+        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
     on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
     if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
-        raise UserError(
-            f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu."
-        )
+        raise UserError(f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu.")
     name = strategy if isinstance(strategy, str) else str(strategy.get("class_path", strategy))
     if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
         raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
@@ -40,9 +36,7 @@ def check_devices(config: Any) -> None:
     if on_cuda and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"--precision {precision}: this GPU has no bfloat16; use --precision 16-mixed or 32-true.")
     if config.sync_batchnorm and not on_cuda:
-        raise UserError(
-            "--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out."
-        )
+        raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
 
 
 def check_batches(plan: BatchPlan, *, train_size: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 class TrainImages(Dataset[Sample]):
     """Augmented images. Each depends on (seed, epoch, sample) alone: not on rank, worker, or what was loaded before."""
 
-    def __init__(self, index: ImageIndex, transform: Callable[[Tensor], Tensor], *, seed: int, skip_bad: bool) -> None:
+    def __init__(self, index: ImageIndex, transform: Callable[[Image.Image], Tensor], *, seed: int, skip_bad: bool) -> None:
         self.index, self.transform, self.seed, self.skip_bad = index, transform, seed, skip_bad
 
     def __len__(self) -> int:
@@ -33,14 +34,14 @@ class TrainImages(Dataset[Sample]):
         epoch, i = key
         image, used = _read(self.index, i, skip_bad=self.skip_bad)
         with seeded(mix(self.seed, epoch, i)):
-            image = self.transform(image)
-        return image, int(self.index.targets[used]), i if used == i else ~i
+            pixels = self.transform(image)
+        return pixels, int(self.index.targets[used]), i if used == i else ~i
 
 
 class ValImages(Dataset[Sample]):
     """Images for exact evaluation: a sample that must not count carries the target IGNORE."""
 
-    def __init__(self, index: ImageIndex, transform: Callable[[Tensor], Tensor], *, skip_bad: bool) -> None:
+    def __init__(self, index: ImageIndex, transform: Callable[[Image.Image], Tensor], *, skip_bad: bool) -> None:
         self.index, self.transform, self.skip_bad = index, transform, skip_bad
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class ValImages(Dataset[Sample]):
         return self.transform(image), int(self.index.targets[i]) if counts else IGNORE, i if used == i else ~i
 
 
-def _read(index: ImageIndex, i: int, *, skip_bad: bool) -> tuple[Tensor, int]:
+def _read(index: ImageIndex, i: int, *, skip_bad: bool) -> tuple[Image.Image, int]:
     """Image i, or with skip_bad the next readable one: the same for every rank and run."""
     for step in range(len(index)):
         used = (i + step) % len(index)
@@ -96,9 +97,9 @@ class ValBatchSampler(BatchSampler):
         super().__init__(sampler, batch_size, drop_last=False)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        world_size = getattr(self.sampler, "num_replicas", 1)
-        rank = getattr(self.sampler, "rank", 0)
-        size = len(self.sampler.dataset if hasattr(self.sampler, "dataset") else self.sampler.data_source)
+        sampler: Any = self.sampler
+        world_size, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+        size = len(getattr(sampler, "dataset", None) or sampler.data_source)
         position = 0
         for batch in super().__iter__():
             keys = [(i, (position + k) * world_size + rank < size) for k, i in enumerate(batch)]

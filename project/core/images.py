@@ -1,10 +1,8 @@
-"""A file to an RGB tensor: grey, CMYK, palette, alpha and 16-bit images included, whatever the file is called."""
+"""A file to an RGB image: grey, CMYK, palette, alpha and 16-bit images included, whatever the file is called."""
 
 import warnings
 
-import torch
 from PIL import Image
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from project.core.errors import BadImageError
 
@@ -22,15 +20,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_image(path: str) -> torch.Tensor:
-    """An image file as uint8 [3, height, width]. Alpha is dropped and EXIF orientation ignored, as in torchvision.
+def read_image(path: str) -> Image.Image:
+    """An image file, decoded, as 8-bit RGB. Alpha is dropped and EXIF orientation ignored, as in torchvision.
 
     Raises:
         BadImageError: the file is missing, truncated or no image; the message names it.
     """
     try:
         with Image.open(path) as image:
-            return pil_to_tensor(_to_rgb(image))
+            return _to_rgb(image)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:  # what Pillow raises
         raise BadImageError(
             f"cannot read the image {path}: {error}\n"

@@ -63,9 +63,7 @@ class ImageIndex:
         return make_index(self.folder, self.classes, [(self.name(i), int(self.targets[i])) for i in keep], self.ignored)
 
 
-def make_index(
-    folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")
-) -> ImageIndex:
+def make_index(folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")) -> ImageIndex:
     encoded = [os.fsencode(name) for name, _ in samples]
     return ImageIndex(
         folder=folder,
@@ -97,10 +95,11 @@ class _Scan:
         with os.scandir(path) as found:
             yield from sorted(found, key=lambda entry: entry.name)
 
-    def images(self, name: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    def images(self, name: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
         """Images below a folder, in order of path; links are followed, loops are not."""
-        status = os.stat(os.path.join(self.folder, name))
-        if (status.st_dev, status.st_ino) in above:
+        real = os.path.realpath(os.path.join(self.folder, name))
+        above = above or frozenset({os.path.realpath(self.folder)} if name else ())
+        if real in above:
             return
         for entry in self.entries(name):
             child = f"{name}/{entry.name}" if name else entry.name
@@ -108,7 +107,7 @@ class _Scan:
                 if entry.name.startswith("."):
                     self.ignore(child)
                 else:
-                    yield from self.images(child, (*above, (status.st_dev, status.st_ino)))
+                    yield from self.images(child, above | {real})
             elif not is_image(entry.name) or not entry.is_file():  # is_file: a dangling link is not
                 self.ignore(child)
             else:
@@ -257,7 +256,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
         )
     if config.root == DIGITS:
         root = render_digits(cache_folder())
-        return Splits(load_index(root / "train"), load_index(root / "val"), f"digits (embedded; UCI, CC BY 4.0) in {root}")
+        return Splits(load_index(root / "train"), load_index(root / "val"), f"the embedded digits (UCI, CC BY 4.0), {root}")
     root = Path(config.root).expanduser()
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"

@@ -189,14 +189,11 @@ def _end_with_launcher() -> None:
 def report_failure(error: BaseException) -> int:
     """Say why this rank ends: to the launcher if we started it, else on stderr. Returns the exit code."""
     cause = next((e for e in _chain(error) if isinstance(e, UserError | BadImageError)), None)
-    bad_image = "BadImageError: " if "BadImageError: " in str(error) else ""  # a loader worker sends its error as text
     rank = f"rank {os.environ.get('RANK', '0')}: " if _is_rank() else ""
     if isinstance(cause, UserError):
         code, text = 2, f"error: {cause}\n"
-    elif cause is not None:
-        code, text = 1, f"error: {rank}{cause}\n"
-    elif bad_image:
-        code, text = 1, f"error: {rank}{str(error).split(bad_image)[-1].strip()}\n"
+    elif cause is not None:  # from a loader worker it comes with the worker's traceback as text
+        code, text = 1, f"error: {rank}{str(cause).split('BadImageError: ')[-1].strip()}\n"
     else:
         code, text = 1, f"{''.join(traceback.format_exception(error))}error: {rank}{type(error).__name__}: {error}\n"
     if started_by_us():
@@ -207,6 +204,8 @@ def report_failure(error: BaseException) -> int:
             partial.rename(target)
     elif code != 2 or is_first_rank():
         sys.stderr.write(text)
+    else:
+        time.sleep(_GRACE_S * 3)  # torchrun ends all ranks when the first has ended: let rank 0 speak
     return code
 
 

@@ -43,16 +43,15 @@ def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_ste
     return 1.0
 
 
-def build_schedule(
-    optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None
-) -> LambdaLR:
-    """A schedule that is stepped once after each optimizer step.
-
-    Raises:
-        UserError: a cosine schedule for a training without an end.
-    """
+def check_schedule(config: ModelConfig, *, total_steps: int | None) -> None:
+    """A cosine schedule ends where the training ends: refused for a training without an end."""
     if total_steps is None and config.schedule == "cosine":
         raise UserError("--model.schedule cosine needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+
+
+def build_schedule(optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None) -> LambdaLR:
+    """A schedule that is stepped once after each optimizer step."""
+    check_schedule(config, total_steps=total_steps)
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(step, config=config, steps_per_epoch=steps_per_epoch, total_steps=total_steps or 0),

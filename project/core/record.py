@@ -44,7 +44,7 @@ from project.core.errors import UserError
 from project.core.weights import extract_state_dict
 
 PROJECTIONS = 16
-TIMES = ("train/images_per_s", "train/data_wait")  # in a checkpoint's history: differ from run to run
+_OF_THE_RUN = ("train/images_per_s", "train/data_wait", "path")  # in a checkpoint: times and places, left out
 _COLUMNS = 1024
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "torchmetrics")
 _VARIABLES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
@@ -103,7 +103,7 @@ def distance(tensor: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     """Nested dicts and lists of rows as one dict; tensors become digests."""
     if isinstance(value, dict):
-        parts = ((str(name), part) for name, part in value.items() if name not in TIMES)
+        parts = ((str(name), part) for name, part in value.items() if name not in _OF_THE_RUN)
     elif isinstance(value, list) and any(isinstance(part, dict | list | Tensor) for part in value):
         parts = ((str(number), part) for number, part in enumerate(value))
     else:
@@ -211,10 +211,10 @@ class Recorder:
             self._in_backward = True
             # Called at the end of this backward. By then DDP has asked for the same, to wait for its buckets and to copy
             # them back; asking again from there comes after it.
-            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
         self._in_backward = False

@@ -1,5 +1,6 @@
-"""The first and the last lines of a run, and the line of an evaluation."""
+"""The first and the last lines of a run, and those of its epochs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ from project.core.plan import BatchPlan
 def data_lines(config: DataConfig, splits: Splits) -> list[str]:
     """Which images are used, and what was left out of the folders."""
     train = f"{len(splits.train):,} training and " if len(splits.train) else ""
-    lines = [f"data: {splits.source}: {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes"]
+    lines = [
+        f"data  {splits.source}",
+        f"      {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes",
+    ]
     if config.root == DIGITS:
-        lines.append("      train on your own with --data.root FOLDER, which holds train/<class>/ and val/<class>/")
+        lines.append("      yours: --data.root FOLDER with train/<class>/ and val/<class>/")
     ignored = splits.train.ignored[0] + splits.val.ignored[0]
     if ignored:
         example = splits.train.ignored[1] or splits.val.ignored[1]
-        lines.append(f"note: {ignored:,} files or folders that are no images were left out, such as {example}")
-    if splits.classes != sorted(splits.classes, key=lambda name: (len(name), name)) and all(
-        map(str.isdigit, splits.classes)
-    ):
-        lines.append("note: class folders are numbered in the order of their names as text: 0, 1, 10, 2 ...")
+        lines.append(f"note  {ignored:,} files or folders are no images and were left out, such as {example}")
+    if splits.classes != sorted(splits.classes, key=lambda name: (len(name), name)) and all(map(str.isdigit, splits.classes)):
+        lines.append("note  class folders are numbered in the order of their names as text: 0, 1, 10, 2 ...")
     return lines
 
 
@@ -45,12 +47,12 @@ def run_lines(
     if plan.world_size > 1:
         where += f" over {'nccl' if device == 'cuda' else 'gloo'}"
     lines = [
-        f"run:  {config.arch}, {plan.line()}, {epochs}",
-        f"      peak learning rate {config.lr:g} ({config.schedule}), precision {precision}, {where}",
+        f"run   {config.arch}: {plan.line()}, {epochs}",
+        f"      peak learning rate {config.lr:g} ({config.schedule}), {precision}, {where}",
     ]
     if plan.tail:
         lines.append(
-            f"note: the last step of each epoch covers {plan.tail} of {plan.accumulate} accumulated batches; as in Lightning, "
+            f"note  the last step of each epoch covers {plan.tail} of {plan.accumulate} accumulated batches; as in Lightning, "
             f"each counts 1/{plan.accumulate}, so its gradient is {plan.tail}/{plan.accumulate} of the mean"
         )
     return lines
@@ -60,13 +62,28 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def validation_line(metrics: dict[str, Any]) -> str:
-    """Top-1, top-5, loss and the number of images of an evaluation."""
-    values = {name: float(value) for name, value in metrics.items()}
+def accuracy(metrics: Mapping[str, Any]) -> str:
+    """Top-1 and top-5 of an evaluation."""
+    return f"top-1 {percent(float(metrics['val/top1']))}, top-5 {percent(float(metrics['val/top5']))}"
+
+
+def status(row: Mapping[str, float]) -> str:
+    """Of the newest interval of a training, empty before the first."""
+    if not row:
+        return ""
+    wait = f"{100 * row['train/data_wait']:.0f} %"
+    return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} img/s  wait {wait}"
+
+
+def epoch_line(row: Mapping[str, float], metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
+    """The newest training loss, the validation, and how fast the epoch was."""
     return (
-        f"top-1 {percent(values['val/top1'])}, top-5 {percent(values['val/top5'])}, "
-        f"loss {values['val/loss']:.4f} on {values['val/images']:,.0f} images"
+        f"loss {row['train/loss']:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
     )
+
+
+def replaced_line(count: int, example: str) -> str:
+    return f"note  unreadable training images were replaced {count:,} times, such as {example}"
 
 
 def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:
@@ -75,8 +92,14 @@ def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[
     tops = [row for row in history if "val/top1" in row]
     if tops:
         best = max(tops, key=lambda row: row["val/top1"])
-        lines.append(f"best top-1 {percent(best['val/top1'])}, after epoch {int(best['epoch']) + 1}")
+        counted = f"{int(best['val/images']):,} images"
+        lines.append(f"best top-1 {percent(best['val/top1'])} on {counted}, after epoch {int(best['epoch']) + 1}")
     if folder is not None:
-        names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "curves.png", "metrics.csv", "config.yaml")
-        lines.append(f"in {folder}: {', '.join(name for name in names if (folder / name).is_file())}")
+        lines.append(f"files in {folder}:\n{_files(folder)}")
     return lines
+
+
+def _files(folder: Path) -> str:
+    saved = ",".join(name for name in ("best", "last") if (folder / "checkpoints" / f"{name}.ckpt").is_file())
+    found = [name for name in ("curves.png", "metrics.csv", "config.yaml") if (folder / name).is_file()]
+    return ", ".join([f"checkpoints/{{{saved}}}.ckpt"] * bool(saved) + found)

@@ -10,8 +10,8 @@ def mix(seed: int, *key: int) -> int:
 
     32 bits, because torch's CPU generator (a Mersenne twister) uses only the low 32 bits of a seed.
     """
-    z = seed & _MASK
-    for part in key:
+    z = 0
+    for part in (seed, *key):
         z = (z + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

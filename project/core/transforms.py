@@ -12,9 +12,10 @@ STD = (0.229, 0.224, 0.225)
 
 
 def train_transform(config: DataConfig) -> v2.Compose:
-    """uint8 [3, h, w] -> uint8 [3, train_size, train_size]; draws from torch's default generator only."""
+    """RGB image -> uint8 [3, train_size, train_size]; draws from torch's default generator only."""
     return v2.Compose(
         [
+            v2.PILToTensor(),
             v2.RandomResizedCrop(config.train_size, scale=(config.min_crop_area, 1.0), antialias=True),
             v2.RandomHorizontalFlip(config.hflip),
         ]
@@ -22,8 +23,12 @@ def train_transform(config: DataConfig) -> v2.Compose:
 
 
 def val_transform(*, val_resize: int, val_size: int) -> v2.Compose:
-    """uint8 [3, h, w] -> uint8 [3, val_size, val_size]: short side to val_resize, centre crop."""
-    return v2.Compose([v2.Resize(val_resize, antialias=True), v2.CenterCrop(val_size)])
+    """RGB image -> uint8 [3, val_size, val_size]: short side to val_resize, centre crop.
+
+    On the decoded image, not on a tensor, which rounds a few pixels in a thousand differently: so the pixels are those of
+    torchvision's published evaluations.
+    """
+    return v2.Compose([v2.Resize(val_resize, antialias=True), v2.CenterCrop(val_size), v2.PILToTensor()])
 
 
 class Normalize(nn.Module):

@@ -1,6 +1,8 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         content = super().load_checkpoint(path, map_location, weights_only)
-        return content if "loops" in content else as_lightning(content)
+        return content if "loops" in content else as_lightning(content, best_key=Best().state_key)
 
 
 class Last(ModelCheckpoint):
@@ -31,12 +33,35 @@ class Last(ModelCheckpoint):
     def __init__(self) -> None:
         super().__init__(filename="last", enable_version_counter=False)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: a resumed run has a folder of its own."""
+
 
 class Best(ModelCheckpoint):
-    """checkpoints/best.ckpt: the highest validation top-1; the first of equals."""
+    """checkpoints/best.ckpt: the highest validation top-1; the first of equals.
+
+    A resumed run begins with the best of the run that it goes on from.
+    """
 
     def __init__(self) -> None:
         super().__init__(filename="best", monitor="val/top1", mode="max", enable_version_counter=False)
+        self.inherited: Path | None = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = Path(state_dict["best_model_path"])
+        if state_dict["best_model_score"] is None or not before.is_file() or self.dirpath is None:
+            return
+        own = str(Path(self.dirpath) / before.name)
+        self.best_model_score = self.kth_value = state_dict["best_model_score"]
+        self.best_model_path = self.kth_best_model_path = own
+        self.best_k_models = {own: self.best_model_score}
+        self.inherited = before
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.inherited is not None and trainer.is_global_zero:
+            Path(self.best_model_path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self.inherited, self.best_model_path)
 
 
 class Record(Callback):
@@ -62,12 +87,21 @@ class Record(Callback):
             "step": trainer.global_step,
             "batches": data.state_dict()["batches"],
             "complete": self.pending.epoch_is_complete(trainer),
+            "best": _best(trainer),
             "history": checkpoint["callbacks"]["TrainMetrics"]["history"],
             "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
             "schedule": checkpoint["lr_schedulers"][0],
             "scaler": checkpoint.get("MixedPrecision", {}),
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")},
         }
+
+
+def _best(trainer: Trainer) -> dict[str, Any]:
+    """Path and top-1 of the best checkpoint so far; empty without one."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, Best) and callback.best_model_score is not None:
+            return {"path": callback.best_model_path, "top1": callback.best_model_score.item()}
+    return {}
 
 
 class EqualBuffers(Callback):
@@ -86,7 +120,8 @@ class EqualBuffers(Callback):
     def _broadcast(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size == 1:
             return
-        assert isinstance(pl_module, Classifier) and pl_module.model is not None
+        assert isinstance(pl_module, Classifier)
+        assert pl_module.model is not None
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in pl_module.model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
@@ -127,4 +162,8 @@ class PendingValidation(Callback):
         for span in ("total", "current"):
             batches[span]["completed"] = batches[span]["processed"]
         zero = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-        state["epoch_loop.val_loop.batch_progress"] = {"total": dict(zero), "current": dict(zero), "is_last_batch": False}
+        state["epoch_loop.val_loop.batch_progress"] = {
+            "total": dict(zero),
+            "current": dict(zero),
+            "is_last_batch": False,
+        }

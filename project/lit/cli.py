@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.arguments import decide_seed, find_checkpoint, follow_launcher
+from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
@@ -18,14 +18,13 @@ from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
 from project.lit.recording import Recording
-from project.lit.report import ClosingLine
+from project.lit.report import ClosingLine, ReportFailure
 from project.lit.run_folder import RunFolder
 
 
 class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """One message instead of one after forty lines of usage."""
-        raise UserError(message.strip()) from ex
+        raise UserError(shorten(message)) from ex
 
 
 class TrainCLI(LightningCLI):
@@ -42,7 +41,11 @@ class TrainCLI(LightningCLI):
             trainer_defaults={"max_epochs": 90, "num_sanity_val_steps": 0},
             seed_everything_default=1,
             parser_class=Parser,
-            parser_kwargs={"allow_abbrev": False, "prog": f"python -m project.{self.command}", "description": self.__doc__},
+            parser_kwargs={
+                "allow_abbrev": False,
+                "prog": f"python -m project.{self.command}",
+                "description": self.__doc__,
+            },
             args=arguments,
             run=False,
             auto_configure_optimizers=False,
@@ -60,6 +63,7 @@ class TrainCLI(LightningCLI):
         parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        check_yaml(args)
         super().parse_arguments(parser, args)
         self.config.seed_everything = decide_seed(self.config.seed_everything)
         self.record: str | None = self.config.get("record")
@@ -98,17 +102,15 @@ def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
     pending = PendingValidation()
-    callbacks: list[Callback] = [metrics, EqualBuffers(), pending, Record(pending)]
+    callbacks: list[Callback] = [ReportFailure(), metrics, EqualBuffers(), pending, Record(pending)]
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
-    callbacks.append(ClosingLine(metrics))
     if config.fast_dev_run:
         return callbacks
-    callbacks.append(Curves(metrics))
+    callbacks += [Curves(metrics), ClosingLine(metrics)]
     if config.enable_checkpointing is not False:
-        callbacks.append(Last())
-        if config.limit_val_batches != 0:
-            callbacks.append(Best())
+        # Best first, so that last.ckpt knows of it
+        callbacks += [Best(), Last()] if config.limit_val_batches != 0 else [Last()]
     return callbacks
 
 

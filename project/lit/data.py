@@ -70,11 +70,12 @@ class ImageFolders(LightningDataModule):
             skip_bad=self.config.on_bad_image == "skip",
         )
         # With several ranks Lightning replaces this sampler by one of the same kind for its rank.
-        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=self.seed)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=self.seed)
         batches = TrainBatchSampler(sampler, self.plan.per_rank_batch, self.config.drop_last, self.config.shuffle)
         return ResumableLoader(dataset, resume=self.resume, batch_sampler=batches, **self._options())
 
     def val_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
         config = self.config
         dataset = ValImages(
             self.splits.val,
@@ -102,7 +103,9 @@ class ImageFolders(LightningDataModule):
 
     def state_dict(self) -> dict[str, int]:
         assert self.trainer is not None
-        return self.trainer.train_dataloader.state_dict()
+        loader = self.trainer.train_dataloader
+        assert isinstance(loader, ResumableLoader)
+        return loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.resume = dict(state_dict)

@@ -4,20 +4,25 @@ import math
 from typing import Any
 
 import lightning
+import torch
 
 from project.core.checkpoint import RECORD
 
 
-def as_lightning(content: dict[str, Any]) -> dict[str, Any]:
+def as_lightning(content: dict[str, Any], *, best_key: str) -> dict[str, Any]:
     """Lightning's own keys, from the weights and the neutral record of any checkpoint of ours."""
     record = content[RECORD]
+    best = record["best"] and {
+        "best_model_path": record["best"]["path"],
+        "best_model_score": torch.tensor(record["best"]["top1"]),
+    }
     return {
         "epoch": record["epoch"],
         "global_step": record["step"],
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": {f"model.{name}": value for name, value in content["state_dict"].items()},
         "loops": {"fit_loop": _fit_loop(record)},
-        "callbacks": {"TrainMetrics": {"history": record["history"]}},
+        "callbacks": {"TrainMetrics": {"history": record["history"]}, **({best_key: best} if best else {})},
         "optimizer_states": [record["optimizer"]],
         "lr_schedulers": [record["schedule"]],
         **({"MixedPrecision": record["scaler"]} if record["scaler"] else {}),
@@ -56,9 +61,7 @@ def _fit_loop(record: dict[str, Any]) -> dict[str, Any]:
     epoch, batches, step, complete = (record[name] for name in ("epoch", "batches", "step", "complete"))
     inside = batches < record["batches_per_epoch"]
     steps = math.ceil(batches / record["accumulate"])
-    trained = _counts(
-        total=epoch * record["batches_per_epoch"] + batches, current=batches, completed_less=1 if inside else 0
-    )
+    trained = _counts(total=epoch * record["batches_per_epoch"] + batches, current=batches, completed_less=1 if inside else 0)
     stepped = _counts(total=step, current=steps)
     validated = _counts(total=1, current=1, processed_less=0 if complete else 1, completed_less=0 if complete else 1)
     epochs = _counts(total=epoch + 1, current=epoch + 1, processed_less=0 if complete else 1, completed_less=1)
@@ -76,9 +79,7 @@ def _fit_loop(record: dict[str, Any]) -> dict[str, Any]:
             }
         },
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _without(
-            _counts(total=0, current=0), "started", "processed"
-        ),
+        "epoch_loop.manual_optimization.optim_step_progress": _without(_counts(total=0, current=0), "started", "processed"),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": {
             **(_counts(total=0, current=0) if inside else validated),

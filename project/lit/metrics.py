@@ -28,12 +28,24 @@ class TrainMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
 
+    def epoch_speed(self, world_size: int) -> tuple[float, float]:
+        """Images per second over all ranks, and the share of time spent waiting for data, in this epoch's training."""
+        seconds = max(self._epoch_seconds, 1e-9)
+        return self._epoch_images * world_size / seconds, self._epoch_waited / seconds
+
     @property
     def latest(self) -> dict[str, float]:
         """The newest training row, empty before the first."""
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # which is not called for an epoch that is resumed
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
         self._restart(pl_module)
 
     def _restart(self, pl_module: LightningModule) -> None:
@@ -45,17 +57,15 @@ class TrainMetrics(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._waited += time.perf_counter() - self._batch_ended
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         _, target, index = batch
         self._images += len(target)
-        self._sums[0] += outputs["loss"]
+        self._sums[0] += outputs["batch_loss"]
         self._sums[1] += 1
         self.replaced += [~i for i in index.tolist() if i < 0]
         self._batch_ended = time.perf_counter()
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        if stepped and trainer.global_step % self._every == 0:
             self._close_interval(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,6 +87,9 @@ class TrainMetrics(Callback):
         self._flush(trainer)
         if self._images:
             elapsed = max(self._batch_ended - self._began, 1e-9)
+            self._epoch_images += self._images
+            self._epoch_seconds += elapsed
+            self._epoch_waited += self._waited
             row = {
                 "step": trainer.global_step,
                 "epoch": trainer.current_epoch,

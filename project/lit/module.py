@@ -51,17 +51,18 @@ class Classifier(LightningModule):
 
     @property
     def data(self) -> ImageFolders:
-        return self.trainer.datamodule  # type: ignore[attr-defined,no-any-return]
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [n, 3, h, w] -> logits [n, classes]."""
         assert self.model is not None
         return self.model(self.normalize(images))
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> dict[str, Tensor]:
         images, target, index = batch
         logits = self(images)
-        return self.criterion(logits, target)
+        loss = self.criterion(logits, target)
+        return {"loss": loss, "batch_loss": loss.detach()}  # Lightning divides the first one by the accumulated batches
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         images, target, index = batch
@@ -87,7 +88,7 @@ class Classifier(LightningModule):
         }
         self.log_dict(metrics)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         assert self.model is not None
         clips_fp16 = self.trainer.precision == "16-mixed" and self.trainer.gradient_clip_val is not None
         optimizer = build_optimizer(self.model, self.config, fused=not clips_fp16)
@@ -110,6 +111,4 @@ def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:
 
     Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
     """
-    return count_steps(
-        max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch
-    )
+    return count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from project.core.report import validation_line
+from project.core.report import epoch_line, status
 from project.lit.metrics import TrainMetrics
 
 _LINE_EVERY_S = 60.0  # without a terminal, inside a long epoch
@@ -26,6 +26,14 @@ class TrainingProgress(ProgressBar):
         self._bar: Progress | None = None
         self._enabled = True
         self._epoch_began = 0.0
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        return not self._enabled
 
     def disable(self) -> None:  # Lightning calls it on the other ranks
         self._enabled = False
@@ -74,12 +82,7 @@ class TrainingProgress(ProgressBar):
             self._bar = None
 
     def _status(self) -> str:
-        row = self.metrics.latest
-        if not row:
-            return ""
-        return (
-            f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} images/s  wait {100 * row['train/data_wait']:.0f} %"
-        )
+        return status(self.metrics.latest)
 
     # Training
 
@@ -87,13 +90,14 @@ class TrainingProgress(ProgressBar):
         last = trainer.max_epochs
         return f"epoch {trainer.current_epoch + 1}" + (f"/{last}" if last and last > 0 else "")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # which is not called for an epoch that is resumed
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, self._epoch(trainer), self.total_train_batches)
         self._epoch_began = self._said = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._advance(batch_idx + 1, self._status())
         if self._bar is None and time.monotonic() - self._said > _LINE_EVERY_S and self.metrics.latest:
             self._said = time.monotonic()
@@ -117,9 +121,15 @@ class TrainingProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            seconds = time.monotonic() - self._epoch_began
-            line = f"{self._epoch(trainer)} in {seconds:.0f} s: {self._status()}"
-            self.print(f"{line}; validation {validation_line(trainer.callback_metrics)}")
+            images_per_s, wait = self.metrics.epoch_speed(trainer.world_size)
+            line = epoch_line(
+                self.metrics.latest,
+                trainer.callback_metrics,
+                seconds=time.monotonic() - self._epoch_began,
+                images_per_s=images_per_s,
+                wait=wait,
+            )
+            self.print(f"{self._epoch(trainer)}: {line}")
             self._open(trainer, self._epoch(trainer), self.total_train_batches)  # validation may come inside an epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -9,6 +9,7 @@ _EXPECTED = (
     r".*Using `DistributedSampler` with the dataloaders.*",  # validation is exact on any number of ranks
     r".*does not have many workers.*",  # loader_workers decides
     r".*is smaller than the logging interval.*",  # an interval ends with the epoch
+    r".*The dirpath has changed from.*",  # each run has a folder of its own, a resumed one too
     r".*You are using `torch.load` with `weights_only=False`.*",
 )
 

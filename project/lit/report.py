@@ -1,11 +1,20 @@
-"""The last lines of a run."""
+"""The last lines of a run, and those of a rank that fails."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.report import closing_lines
+from project.core.launch import report_failure, started_by_us
+from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.run_folder import RunFolder
+
+
+class ReportFailure(Callback):
+    """Says why this rank fails at once, before any teardown that may wait for other ranks."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Exception) and started_by_us():
+            report_failure(exception)
 
 
 class ClosingLine(Callback):
@@ -20,9 +29,10 @@ class ClosingLine(Callback):
         counts = trainer.strategy.reduce(pl_module.normalize.mean.new_tensor(len(replaced)), reduce_op="sum")
         if int(counts):
             first = pl_module.data.splits.train.path(replaced[0]) if replaced else "see the other ranks"
-            pl_module.print(f"note: unreadable training images were replaced {int(counts):,} times, such as {first}")
+            pl_module.print(replaced_line(int(counts), first))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            folder = next((callback.folder for callback in trainer.callbacks if isinstance(callback, RunFolder)), None)
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            folder = next((callback.folder for callback in callbacks if isinstance(callback, RunFolder)), None)
             print("\n".join(closing_lines(self.metrics.history, folder)), flush=True)

@@ -2,30 +2,20 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from project.core.arguments import expand, flag_value
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.checks import check_classes, check_weights
 from project.core.errors import UserError
 from project.core.index import load_splits
-from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
+from project.core.launch import is_first_rank, launch, started_by_others, started_by_us
 from project.core.model import check_num_classes
 from project.core.plan import available_cores
 from project.core.record import check_record_folder
-from project.core.report import data_lines, run_lines, validation_line
+from project.core.report import accuracy, data_lines, run_lines
 from project.core.weights import find_arch, read_weights
 from project.lit.checks import check_fit
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.quiet import quiet
-
-
-class ReportFailure(Callback):
-    """Says why this rank fails at once, before any teardown that may wait for other ranks."""
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception) and started_by_us():
-            report_failure(exception)
 
 
 def _start_ranks(cli: TrainCLI, arguments: list[str]) -> int | None:
@@ -65,7 +55,6 @@ def fit(arguments: list[str]) -> int:
     code = _start_ranks(cli, [*arguments, *decided])
     if code is not None:
         return code
-    cli.trainer.callbacks.insert(0, ReportFailure())
     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     return 0
 
@@ -89,10 +78,9 @@ def validate(arguments: list[str]) -> int:
     code = _start_ranks(cli, arguments)
     if code is not None:
         return code
-    cli.trainer.callbacks.insert(0, ReportFailure())
     [metrics] = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
     if cli.trainer.is_global_zero:
-        print(validation_line(metrics), flush=True)
+        print(f"{accuracy(metrics)}, loss {metrics['val/loss']:.6f} on {metrics['val/images']:,.0f} images", flush=True)
     return 0
 
 
@@ -103,6 +91,7 @@ def _describe(ckpt_path: str | None, weights: str | None) -> tuple[dict[str, Any
     if ckpt_path is not None:
         record = read_checkpoint(ckpt_path)[RECORD]
     else:
+        assert weights is not None
         tensors, record = read_weights(weights, flag="--weights")
         if not record:
             arch = find_arch(tensors)

@@ -21,7 +21,7 @@ class RunFolder(SaveConfigCallback):
             return
         made = str(new_run_folder(Path(trainer.default_root_dir))) if trainer.is_global_zero else ""
         self.folder = Path(trainer.strategy.broadcast(made))
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Last | Best):
                 callback.dirpath = str(self.folder / "checkpoints")
             if isinstance(callback, Curves):
@@ -29,6 +29,9 @@ class RunFolder(SaveConfigCallback):
         if self.config.trainer.logger in (None, True):
             csv = CSVLogger(self.folder, name="", version="", flush_logs_every_n_steps=1)
             _ = csv.experiment  # now: it warns when the folder holds a file
-            trainer.loggers = [csv, TensorBoardLogger(self.folder, name="", version="")]
+            board = TensorBoardLogger(self.folder, name="", version="", default_hp_metric=False)
+            trainer.loggers = [csv, board]
+            for logger in trainer.loggers:
+                logger.log_hyperparams({"model": self.config.model.as_dict(), "data": self.config.data.as_dict()})
         if trainer.is_global_zero:
-            self.parser.save(self.config, self.folder / self.config_filename, skip_none=False)
+            self.parser.save(self.config, self.folder / self.config_filename, multifile=False)

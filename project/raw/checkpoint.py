@@ -1,6 +1,8 @@
 """Replaces ModelCheckpoint and Lightning's loop state: what a checkpoint holds, and how a training goes on from it."""
 
-from dataclasses import asdict, dataclass, field
+import shutil
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from torch import optim
@@ -23,6 +25,7 @@ class Place:
         step: Optimizer steps since the first epoch.
         complete: Nothing of the epoch is left: all batches trained, its validation done or not due.
         metrics: Of the newest validation.
+        best: Path and top-1 of the best checkpoint so far; empty without one.
     """
 
     epoch: int = 0
@@ -30,6 +33,7 @@ class Place:
     step: int = 0
     complete: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
 
     def next_epoch(self) -> None:
         self.epoch, self.batches, self.complete = self.epoch + 1, 0, False
@@ -61,6 +65,7 @@ def make_checkpoint(
         "batches": place.batches,
         "complete": place.complete,
         "metrics": place.metrics,
+        "best": dict(place.best),
         "history": history,
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
@@ -83,4 +88,14 @@ def restore(
     if scaler.is_enabled() and record["scaler"]:
         scaler.load_state_dict(record["scaler"])
     follow_recipe(optimizer, schedule, recipe)
-    return Place(record["epoch"], record["batches"], record["step"], record["complete"], record["metrics"])
+    return Place(**{each.name: record[each.name] for each in fields(Place)})
+
+
+def inherit_best(best: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A resumed run begins with the best checkpoint of the run that it goes on from, in its own folder."""
+    if not best or not Path(best["path"]).is_file():
+        return {}
+    own = folder / "checkpoints" / "best.ckpt"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(best["path"], own)
+    return {"path": str(own), "top1": best["top1"]}

@@ -7,7 +7,7 @@ from typing import Any, Union
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from project.core.arguments import decide_seed, find_checkpoint, follow_launcher
+from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import UserError
@@ -119,8 +119,7 @@ class Settings:
 
 class Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """One message instead of one after forty lines of usage."""
-        raise UserError(message.strip()) from ex
+        raise UserError(shorten(message)) from ex
 
 
 def _parser() -> ArgumentParser:
@@ -130,16 +129,12 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-c", "--config", action="config", help="Read settings from this YAML file.")
-    parser.add_argument(
-        "--seed_everything", type=bool | int, default=1, help="Seed of weights, order and augmentation."
-    )
+    parser.add_argument("--seed_everything", type=bool | int, default=1, help="Seed of weights, order and augmentation.")
     parser.add_argument("--trainer.strategy", type=_ANY, default="auto", help="auto, or ddp: one process per device.")
     parser.add_argument("--trainer.logger", type=_ANY, default=None, help="false writes no metrics.csv.")
     parser.add_class_arguments(TrainerConfig, "trainer", as_group=False, skip={"strategy", "logger"})
     for name, values in NEUTRAL.items():
-        parser.add_argument(
-            f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here."
-        )
+        parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")
     parser.add_class_arguments(ModelConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
     parser.add_argument(
@@ -199,6 +194,7 @@ def parse(arguments: list[str]) -> Settings:
     Raises:
         UserError: whatever cannot work, or is not implemented.
     """
+    check_yaml(arguments)
     parser = _parser()
     config = parser.parse_args(arguments)
     config.pop("config", None)
@@ -234,4 +230,4 @@ def parse(arguments: list[str]) -> Settings:
 
 def save_config(settings: Settings, folder: Path) -> None:
     """config.yaml, which both trainers read."""
-    settings.parser.save(settings.config, folder / "config.yaml", skip_none=False)
+    settings.parser.save(settings.config, folder / "config.yaml", skip_none=False, overwrite=True)

@@ -36,9 +36,7 @@ def plan_batches(config: DataConfig, splits: Splits, trainer: TrainerConfig, *, 
 class ImageFolders:
     """Training and validation images from folders of classes, for one rank."""
 
-    def __init__(
-        self, config: DataConfig, splits: Splits, plan: BatchPlan, ranks: Ranks, *, local_ranks: int, seed: int
-    ) -> None:
+    def __init__(self, config: DataConfig, splits: Splits, plan: BatchPlan, ranks: Ranks, *, local_ranks: int, seed: int) -> None:
         self.config, self.splits, self.plan, self.ranks, self.seed = config, splits, plan, ranks, seed
         workers = loader_workers(config.num_workers, local_ranks=local_ranks)
         self._options: dict[str, Any] = loader_options(num_workers=workers, pin_memory=ranks.device.type == "cuda")

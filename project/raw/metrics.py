@@ -50,12 +50,21 @@ class TrainMetrics:
         self.history: list[dict[str, float]] = []
         self.replaced: list[int] = []
         self._pending: tuple[dict[str, float], Late] | None = None
-        self.restart()
+        self.begin_epoch()
 
     @property
     def latest(self) -> dict[str, float]:
         """The newest training row, empty before the first."""
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
+
+    def begin_epoch(self) -> None:
+        self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
+        self.restart()
+
+    def epoch_speed(self) -> tuple[float, float]:
+        """Images per second over all ranks, and the share of time spent waiting for data, in this epoch's training."""
+        seconds = max(self._epoch_seconds, 1e-9)
+        return self._epoch_images * self.world_size / seconds, self._epoch_waited / seconds
 
     def restart(self) -> None:
         """Begin an interval."""
@@ -79,6 +88,9 @@ class TrainMetrics:
         arrived = self.flush()
         if self._images:
             elapsed = max(self._batch_ended - self._began, 1e-9)
+            self._epoch_images += self._images
+            self._epoch_seconds += elapsed
+            self._epoch_waited += self._waited
             row: dict[str, Any] = {
                 "step": step,
                 "epoch": epoch,

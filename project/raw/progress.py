@@ -2,7 +2,8 @@
 
 import time
 
-from project.core.report import validation_line
+from project.core.report import epoch_line, status
+from project.raw.metrics import TrainMetrics
 
 _LINE_EVERY_S = 60.0  # inside a long epoch
 
@@ -18,22 +19,16 @@ class Progress:
         self.epoch = f"epoch {epoch + 1}{last}"
         self.began = self.said = time.monotonic()
 
-    def batch(self, done: int, total: int, row: dict[str, float]) -> None:
-        if row and time.monotonic() - self.said > _LINE_EVERY_S:
+    def batch(self, done: int, total: int, metrics: TrainMetrics) -> None:
+        if time.monotonic() - self.said > _LINE_EVERY_S and metrics.latest:
             self.said = time.monotonic()
-            self._print(f"{self.epoch}, batch {done}/{total}: {self._status(row)}")
+            self._print(f"{self.epoch}, batch {done}/{total}: {status(metrics.latest)}")
 
-    def validated(self, row: dict[str, float], metrics: dict[str, float]) -> None:
+    def validated(self, metrics: TrainMetrics, values: dict[str, float]) -> None:
+        images_per_s, wait = metrics.epoch_speed()
         seconds = time.monotonic() - self.began
-        self._print(f"{self.epoch} in {seconds:.0f} s: {self._status(row)}; validation {validation_line(metrics)}")
-
-    def _status(self, row: dict[str, float]) -> str:
-        if not row:
-            return ""
-        return (
-            f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} images/s  "
-            f"wait {100 * row['train/data_wait']:.0f} %"
-        )
+        line = epoch_line(metrics.latest, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
+        self._print(f"{self.epoch}: {line}")
 
     def _print(self, line: str) -> None:
         if self.enabled:

@@ -13,9 +13,10 @@ from project.core.checks import check_batches, check_resume, check_weights
 from project.core.index import Splits, load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
+from project.core.optim import check_schedule
 from project.core.plan import BatchPlan, available_cores, count_steps
 from project.core.record import check_record_folder
-from project.core.report import closing_lines, data_lines, run_lines
+from project.core.report import closing_lines, data_lines, replaced_line, run_lines
 from project.raw.cli import Settings, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, process_group
@@ -59,12 +60,11 @@ def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
     num_classes = check_num_classes(settings.model, classes=splits.classes)
     plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
     check_batches(plan, train_size=settings.data.train_size)
+    last = count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)
+    check_schedule(settings.model, total_steps=last)
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:
-        last = count_steps(
-            max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch
-        )
         check_resume(settings.ckpt_path, plan, splits, settings.model, last=last)
     return plan
 
@@ -106,9 +106,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
             module = Classifier(settings.model, num_classes=len(splits.classes), seed=settings.seed)
             if ranks.is_first and module.note:
                 print(module.note, flush=True)
-            data = ImageFolders(
-                settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed
-            )
+            data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed)
             folder = make_run_folder(settings, ranks)
             if settings.record is None:
                 run = Trainer(trainer, ranks, module, data, folder)
@@ -125,5 +123,5 @@ def train(settings: Settings, ranks: Ranks) -> None:
         first = run.metrics.replaced
         if replaced:
             example = splits.train.path(first[0]) if first else "see the other ranks"
-            print(f"note: unreadable training images were replaced {replaced:,} times, such as {example}")
+            print(replaced_line(replaced, example))
         print("\n".join(closing_lines(run.metrics.history, folder)), flush=True)

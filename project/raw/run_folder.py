@@ -1,6 +1,7 @@
 """Replaces SaveConfigCallback and CSVLogger: one new folder per run, the same on all ranks, and its metrics.csv."""
 
 import csv
+import time
 from pathlib import Path
 
 from project.core.curves import draw_curves
@@ -25,7 +26,7 @@ class Logger:
     """Writes metrics.csv and curves.png on the rank that is given a folder, and nothing on the others."""
 
     def __init__(self, folder: Path | None, *, rows: bool) -> None:
-        self.folder, self.rows = folder, rows
+        self.folder, self.rows, self.drawn = folder, rows, time.monotonic()
 
     def log(self, row: dict[str, float]) -> None:
         """Append a row of metrics.csv; what has no value stays empty."""
@@ -39,6 +40,7 @@ class Logger:
                 writer.writeheader()
             writer.writerow(row)
 
-    def draw(self, history: list[dict[str, float]]) -> None:
-        if self.folder is not None and history:
+    def draw(self, history: list[dict[str, float]], *, at_most_every_s: float = 0.0) -> None:
+        if self.folder is not None and history and time.monotonic() - self.drawn >= at_most_every_s:
+            self.drawn = time.monotonic()
             draw_curves(history, self.folder / "curves.png")

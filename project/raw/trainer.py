@@ -13,7 +13,7 @@ from project.core.checkpoint import RECORD, read_checkpoint, write_atomic
 from project.core.optim import build_optimizer, build_schedule
 from project.core.plan import count_steps
 from project.core.weights import extract_state_dict
-from project.raw.checkpoint import Place, make_checkpoint, restore
+from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
 from project.raw.distributed import Ranks, equal_buffers, sum_over_ranks, wrap
@@ -30,9 +30,7 @@ class Trainer:
     Since all start from the same weights and take the same steps, they stay equal without ever exchanging weights.
     """
 
-    def __init__(
-        self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path
-    ) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path) -> None:
         self.config, self.ranks, self.module, self.data, self.folder = config, ranks, module, data, folder
         self.device, self.plan = ranks.device, data.plan
 
@@ -80,14 +78,11 @@ class Trainer:
         self.train_loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.place = Place()
-        self.best = -1.0
         self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
         self.log_every = config.log_every_n_steps or 50
         first = self.ranks.is_first
         self.logger = Logger(self.folder if first else None, rows=config.logger is not False)
-        self.progress = Progress(
-            enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs
-        )
+        self.progress = Progress(enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs)
 
     # Training
 
@@ -103,7 +98,7 @@ class Trainer:
         # Without it every epoch has the order of the first one.
         self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
         self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
-        self.metrics.restart()
+        self.metrics.begin_epoch()
         for batch in islice(self.train_loader, plan.batches - place.batches):
             self.metrics.begin_batch()
             images, target, index = batch
@@ -126,7 +121,7 @@ class Trainer:
             self.metrics.end_batch(loss.detach(), index)
             if steps and place.step % self.log_every == 0:
                 self.end_interval()
-            self.progress.batch(place.batches, plan.batches, self.metrics.latest)
+            self.progress.batch(place.batches, plan.batches, self.metrics)
             if self.done:
                 break
         self.end_interval()
@@ -190,7 +185,8 @@ class Trainer:
         row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
         self.metrics.history.append(row)
         self.logger.log(row)
-        self.progress.validated(self.metrics.latest, metrics)
+        self.progress.validated(self.metrics, metrics)
+        self.logger.draw(self.metrics.history, at_most_every_s=60.0)
 
     # Checkpoints
 
@@ -199,6 +195,11 @@ class Trainer:
         equal_buffers(self.module.model)
         if not self.ranks.is_first:
             return
+        names = ["last.ckpt"]
+        top1, best = self.place.metrics.get("val/top1", 0.0), self.place.best
+        if may_be_best and (not best or top1 > best["top1"]):
+            self.place.best = {"path": str(self.folder / "checkpoints" / "best.ckpt"), "top1": top1}
+            names = ["best.ckpt", "last.ckpt"]
         checkpoint = make_checkpoint(
             self.module,
             self.data,
@@ -208,10 +209,8 @@ class Trainer:
             scaler=self.precision.scaler,
             history=self.metrics.history,
         )
-        self.write(checkpoint, self.folder / "checkpoints" / "last.ckpt")
-        if may_be_best and self.place.metrics["val/top1"] > self.best:
-            self.best = self.place.metrics["val/top1"]
-            self.write(checkpoint, self.folder / "checkpoints" / "best.ckpt")
+        for name in names:
+            self.write(checkpoint, self.folder / "checkpoints" / name)
 
     def write(self, checkpoint: dict[str, Any], path: Path) -> None:
         write_atomic(checkpoint, path)
@@ -223,6 +222,8 @@ class Trainer:
         record = content[RECORD]
         self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler)
         self.metrics.history = record["history"]
+        if self.ranks.is_first and self.config.enable_checkpointing is not False:
+            self.place.best = inherit_best(self.place.best, self.folder)
         if self.place.complete:
             self.place.next_epoch()
 

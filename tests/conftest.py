@@ -1,0 +1,94 @@
+"""Commands as a user starts them, each with a time limit and a process group of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+REPOSITORY = Path(__file__).parents[1]
+PHOTOS = REPOSITORY.parent / "shared" / "data"  # real photographs, where they are
+
+# A small network and few steps: for what does not depend on the architecture.
+SMALL = ["--model.arch", "resnet18", "--model.zero_init_residual", "false"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def lines(self) -> list[str]:
+        return (self.out + self.err).splitlines()
+
+
+def run_module(
+    module: str,
+    *arguments: str | Path,
+    launcher: list[str] | None = None,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """`python -m module arguments`, ended with all its children if it takes too long."""
+    command = [*(launcher or [sys.executable]), "-m", module, *map(str, arguments)]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+        cwd=REPOSITORY,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)} took more than {timeout} s:\n{out}\n{err}")
+    return Finished(process.returncode, out, err, time.monotonic() - started)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("LOCKSTEP_CACHE")
+    os.environ["LOCKSTEP_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["LOCKSTEP_CACHE"]
+    else:
+        os.environ["LOCKSTEP_CACHE"] = before
+
+
+def write_images(folder: Path, count: int, *, size: int = 40, shade: int = 0, start: int = 0) -> None:
+    """JPEG files 0.jpg, 1.jpg ... of noise around one shade of grey."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(start, start + count):
+        noise = np.random.default_rng(1000 * shade + i).integers(0, 60, (size, size, 3))
+        Image.fromarray((shade + noise).astype(np.uint8)).save(folder / f"{i}.jpg", quality=90)
+
+
+@pytest.fixture
+def make_data(tmp_path: Path) -> Callable[..., Path]:
+    """A folder of class folders: `make_data(train=12, val=5)` has 12 training and 5 validation images in 3 classes."""
+
+    def make(*, train: int, val: int, classes: tuple[str, ...] = ("ant", "bee", "cat"), name: str = "data") -> Path:
+        for part, count in (("train", train), ("val", val)):
+            for k, label in enumerate(classes):
+                own = range(k, count, len(classes))
+                write_images(tmp_path / name / part / label, len(own), shade=30 + 60 * k)
+        return tmp_path / name
+
+    return make

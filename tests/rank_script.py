@@ -1,0 +1,38 @@
+"""What a rank does in the launcher's tests: `python -m tests.rank_script BEHAVIOUR`."""
+
+import os
+import signal
+import sys
+import time
+
+from project.core.errors import BadImageError, UserError
+from project.core.launch import run_command
+
+rank = int(os.environ["RANK"])
+
+
+def main() -> int:
+    behaviour = sys.argv[1]
+    print(rank, os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"], os.environ["OMP_NUM_THREADS"], flush=True)
+    if behaviour == "fail-on-1":
+        if rank == 1:
+            raise BadImageError("cannot read the image x.jpg")
+        time.sleep(60)
+    if behaviour == "fail-then-notice":
+        time.sleep(0.5 * (1 - rank))
+        raise RuntimeError(f"this is rank {rank}")
+    if behaviour == "refuse":
+        raise UserError("--flag is wrong")
+    if behaviour == "killed":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    if behaviour == "wait":
+        time.sleep(60)
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    return 0
+
+
+run_command(main)

@@ -1,0 +1,228 @@
+"""Fine-tune, validate, predict, export: in one process where ranks do not matter."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+import project.lit.run as run
+from project.core.checkpoint import RECORD, write_atomic
+from project.core.config import DataConfig
+from project.core.errors import UserError
+from project.core.images import read_image
+from project.core.index import load_splits
+from project.core.inference import load_trained
+from project.core.transforms import Normalize, val_transform
+from project.core.weights import find_arch
+from tests.conftest import SMALL, run_module, write_images
+
+Make = Callable[..., Path]
+QUICK = [*SMALL, "--devices", "1", "--max_epochs", "1", "--trainer.limit_train_batches", "3"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("commands")
+    run.fit([*QUICK, "--trainer.default_root_dir", str(root), "--data.num_workers", "0"])
+    return root / "runs/0/checkpoints/last.ckpt"
+
+
+def content(path: Path) -> dict:  # type: ignore[type-arg]
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def by_hand(checkpoint: Path) -> dict[str, float]:
+    """The evaluation of the digits as a person would write it: all images in one batch."""
+    trained = load_trained(ckpt_path=str(checkpoint), weights=None)
+    val = load_splits(DataConfig(root="digits")).val
+    transform = val_transform(val_resize=32, val_size=32)
+    images = torch.stack([transform(read_image(val.path(i))) for i in range(len(val))])
+    targets = torch.tensor(val.targets)
+    with torch.no_grad():
+        logits = trained.network(Normalize()(images))
+    hits = logits.topk(5).indices == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="none").double().mean()
+    return {"top1": hits[:, 0].sum() / 359, "top5": hits.any(1).sum() / 359, "loss": float(loss)}
+
+
+def printed(out: str) -> tuple[float, float, float, int]:
+    words = out.splitlines()[-1].replace(",", "").split()
+    return float(words[1]), float(words[4]), float(words[7]), int(words[9])
+
+
+def test_validation_is_exact_in_fit_and_on_any_number_of_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = by_hand(checkpoint)
+    with (checkpoint.parents[1] / "metrics.csv").open() as file:
+        [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
+    assert float(row["val/images"]) == 359
+    assert float(row["val/top1"]) == pytest.approx(float(expected["top1"]), abs=1e-7)
+    assert float(row["val/top5"]) == pytest.approx(float(expected["top5"]), abs=1e-7)
+    assert float(row["val/loss"]) == pytest.approx(expected["loss"], rel=1e-6)
+    capsys.readouterr()
+    run.validate(["--ckpt_path", str(checkpoint), "--devices", "1"])
+    alone = capsys.readouterr().out
+    three = run_module("project.validate", "--ckpt_path", checkpoint, "--devices", 3, env={"OMP_NUM_THREADS": "1"})
+    assert (three.code, three.err) == (0, "")
+    for out in (alone, three.out):
+        top1, top5, loss, images = printed(out)
+        assert images == 359
+        assert top1 == pytest.approx(100 * float(expected["top1"]), abs=0.005)
+        assert top5 == pytest.approx(100 * float(expected["top5"]), abs=0.005)
+        assert loss == pytest.approx(expected["loss"], abs=2e-6)
+
+
+def test_fewer_images_than_ranks_and_other_classes(checkpoint: Path, make_data: Make) -> None:
+    root = make_data(train=4, val=2, classes=("0", "1"))
+    with pytest.raises(UserError, match="10 classes, the data .* has 2; only in one of them: 2"):
+        run.validate(["--ckpt_path", str(checkpoint), "--data.root", str(root)])
+    torch.save(torchvision.models.resnet18(num_classes=2).state_dict(), root / "two.pt")
+    small = ["--data.val_resize", "64", "--data.val_size", "64"]
+    env = {"OMP_NUM_THREADS": "1"}
+    finished = run_module("project.validate", "--weights", root / "two.pt", "--data.root", root, *small, "--devices", 3, env=env)
+    assert finished.code == 0, finished.err
+    assert printed(finished.out)[3] == 2
+
+
+@pytest.mark.parametrize("name", ["plain.pt", "wrapped.pth", "tensors.safetensors", "run.ckpt"])
+def test_fine_tuning_starts_from_a_file_and_replaces_another_head(
+    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], make_data: Make
+) -> None:
+    network = torchvision.models.resnet18(num_classes=7)
+    tensors = {key: value.clone() for key, value in network.state_dict().items()}
+    path = tmp_path / name
+    if name == "plain.pt":
+        torch.save(tensors, path)
+    elif name == "wrapped.pth":
+        without = {key: value for key, value in tensors.items() if not key.endswith("num_batches_tracked")}
+        torch.save({"epoch": 3, "state_dict": {f"module.{key}": value for key, value in without.items()}}, path)
+    elif name == "tensors.safetensors":
+        save_file(tensors, path)
+    else:
+        path = checkpoint
+        tensors = {key.removeprefix("model."): value for key, value in content(path)["state_dict"].items()}
+    root = make_data(train=12, val=3)
+    out = ["--trainer.default_root_dir", str(tmp_path), "--data.root", str(root), "--data.global_batch_size", "4"]
+    small = ["--data.train_size", "32", "--data.val_resize", "32", "--data.val_size", "32", "--model.lr", "0"]
+    run.fit([*QUICK, *out, *small, "--model.weights", str(path), "--data.num_workers", "0"])
+    said = capsys.readouterr().out
+    assert f"its head for {len(tensors['fc.bias'])} classes is replaced by a new one for 3" in said
+    trained = content(tmp_path / "runs/0/checkpoints/last.ckpt")["state_dict"]
+    assert torch.equal(trained["model.layer4.1.conv2.weight"], tensors["layer4.1.conv2.weight"])
+    assert trained["model.fc.weight"].shape == (3, 512)
+    assert all(key.startswith("model.") for key in trained)
+
+
+def test_weights_of_another_network_are_refused_by_its_name(tmp_path: Path) -> None:
+    network = torchvision.models.resnet34(num_classes=10)
+    assert find_arch(network.state_dict()) == "resnet34"
+    torch.save(network.state_dict(), tmp_path / "w.pt")
+    with pytest.raises(UserError, match="holds a resnet34: choose it with --model.arch"):
+        run.fit([*QUICK, "--model.weights", str(tmp_path / "w.pt")])
+    with pytest.raises(UserError, match="either --ckpt_path CHECKPOINT of a run, or --weights FILE"):
+        run.validate([])
+
+
+def test_predict(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "more" / "deep", 2)
+    (tmp_path / "bad.jpg").write_bytes(b"broken")
+    val = load_splits(DataConfig(root="digits")).val
+    finished = run_module(
+        "project.predict",
+        "--ckpt_path",
+        checkpoint,
+        val.path(0),
+        tmp_path / "more",
+        tmp_path / "bad.jpg",
+        "--json",
+        tmp_path / "p.json",
+    )
+    assert finished.code == 1  # because of the bad one
+    assert finished.err == f"error: cannot read the image {tmp_path}/bad.jpg: cannot identify image file '{tmp_path}/bad.jpg'\n"
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert [row["image"] for row in found] == [val.path(0), *(str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2))]
+    assert all(len(row["predictions"]) == 5 for row in found)
+    trained = load_trained(ckpt_path=str(checkpoint), weights=None)
+    with torch.no_grad():
+        pixels = val_transform(val_resize=32, val_size=32)(read_image(val.path(0)))
+        probabilities = trained.network(Normalize()(pixels[None])).softmax(1)[0]
+    first = found[0]["predictions"][0]
+    assert first["class"] == trained.classes[int(probabilities.argmax())]
+    assert first["probability"] == pytest.approx(float(probabilities.max()), abs=1e-6)
+    assert f"{first['probability']:.2%}" in finished.out
+
+
+def test_imagenets_classes_get_their_names(tmp_path: Path) -> None:
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "w.pt")
+    trained = load_trained(ckpt_path=None, weights=str(tmp_path / "w.pt"))
+    assert (trained.labels[0], trained.labels[999], trained.val_size) == ("tench", "toilet tissue", 224)
+
+
+def test_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path) -> None:
+    finished = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.pt")
+    assert (finished.code, finished.err) == (0, "")
+    network = torchvision.models.resnet18(num_classes=10)
+    network.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True), strict=True)
+    saved = content(checkpoint)["state_dict"]
+    assert all(torch.equal(value, saved[f"model.{key}"]) for key, value in network.state_dict().items())
+    wrong = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.txt")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_onnx_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+    finished = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.onnx")
+    assert (finished.code, finished.err) == (0, "")
+    session = onnxruntime.InferenceSession(tmp_path / "w.onnx")
+    network = load_trained(ckpt_path=str(checkpoint), weights=None).network
+    for shape in ((1, 3, 32, 32), (3, 3, 64, 96)):
+        images = torch.randn(shape)
+        with torch.no_grad():
+            expected = network(images).numpy()
+        [logits] = session.run(["logits"], {"images": images.numpy()})
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
+    run.fit([*QUICK, *out, "--trainer.fast_dev_run", "true"])
+    assert not (tmp_path / "runs").exists()
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/top1", "--trainer.callbacks.patience=0"]
+    stop += ["--trainer.callbacks.mode=max", "--trainer.callbacks.stopping_threshold=0"]
+    log = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "csv")]
+    run.fit([*QUICK, *out, *stop, *log, "--max_epochs", "5"])
+    assert (tmp_path / "csv/lightning_logs/version_0/metrics.csv").is_file()
+    assert sorted(path.name for path in (tmp_path / "runs/0").iterdir()) == ["checkpoints", "config.yaml", "curves.png"]
+    assert content(tmp_path / "runs/0/checkpoints/last.ckpt")[RECORD]["epoch"] == 0  # stopped after the first
+    run.fit([*QUICK, *out, "--trainer.logger", "false", "--trainer.limit_val_batches", "0"])
+    assert [path.name for path in (tmp_path / "runs/1/checkpoints").iterdir()] == ["last.ckpt"]  # no metric, no best
+    run.fit([*QUICK, *out, "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false"])
+    assert not (tmp_path / "runs/2/checkpoints").exists()
+
+
+def test_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
+    flags = [*QUICK, "--max_epochs", "2", "--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
+    run.fit([*flags, "--ckpt_path", str(checkpoint), "--model.lr", "0.5", "--model.schedule", "constant"])
+    group = content(tmp_path / "runs/0/checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"][0]
+    assert (group["lr"], group["initial_lr"]) == (0.5, 0.5)
+    best = content(tmp_path / "runs/0/checkpoints/best.ckpt")  # of both epochs, the earlier run's first one included
+    before, after = content(checkpoint)[RECORD]["metrics"], content(tmp_path / "runs/0/checkpoints/last.ckpt")[RECORD]["metrics"]
+    assert best[RECORD]["metrics"]["val/top1"] == max(before["val/top1"], after["val/top1"])
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "c.ckpt"
+    write_atomic({"a": 1}, path)
+    with pytest.raises(Exception, match="pickle"):
+        write_atomic({"a": lambda: None}, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["c.ckpt"]
+    assert content(path) == {"a": 1}
+    with pytest.raises(NotADirectoryError):
+        write_atomic({}, path / "below" / "c.ckpt")

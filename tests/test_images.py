@@ -1,0 +1,85 @@
+"""Every kind of image file becomes correct RGB, and what cannot be read is named."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.models import ResNet50_Weights
+
+from project.core.errors import BadImageError
+from project.core.images import read_image
+from project.core.transforms import Normalize, val_transform
+from tests.conftest import PHOTOS
+
+RGB = np.dstack([np.full((8, 8), value, dtype=np.uint8) for value in (200, 100, 50)])
+
+
+def save(path: Path, image: Image.Image, **options: object) -> str:
+    image.save(path, **options)
+    return str(path)
+
+
+def centre(path: str) -> list[int]:
+    image = read_image(path)
+    assert (image.mode, image.size) == ("RGB", (8, 8))
+    return list(image.getpixel((4, 4)))
+
+
+def test_kinds_of_images(tmp_path: Path) -> None:
+    colour = Image.fromarray(RGB)
+    assert centre(save(tmp_path / "rgb.png", colour)) == [200, 100, 50]
+    assert centre(save(tmp_path / "palette.png", colour.quantize(4))) == pytest.approx([200, 100, 50], abs=2)
+    assert centre(save(tmp_path / "alpha.png", colour.convert("RGBA"))) == [200, 100, 50]
+    assert centre(save(tmp_path / "grey.png", Image.new("L", (8, 8), 77))) == [77, 77, 77]
+    assert centre(save(tmp_path / "grey_alpha.png", Image.new("LA", (8, 8), (77, 128)))) == [77, 77, 77]
+    assert centre(save(tmp_path / "bilevel.png", Image.new("1", (8, 8), 1))) == [255, 255, 255]
+    png = tmp_path / "png.JPEG"  # ImageNet has one
+    colour.save(png, format="PNG")
+    assert centre(str(png)) == [200, 100, 50]
+    assert centre(save(tmp_path / "cmyk.jpg", colour.convert("CMYK"), quality=100)) == pytest.approx([200, 100, 50], abs=6)
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
+    grey = Image.fromarray(np.full((8, 8), 32105, dtype=np.uint16))  # 32105 / 257 = 124.9
+    assert centre(save(tmp_path / "grey16.png", grey)) == pytest.approx([125] * 3, abs=1)
+
+
+def test_transparent_palette_and_bad_exif_give_no_warning(tmp_path: Path) -> None:
+    palette = Image.fromarray(RGB).quantize(4)
+    save(tmp_path / "palette.png", palette, transparency=b"\x00\x80\xff\xff")
+    exif = Image.Exif()
+    exif[270] = "x" * 40
+    data = exif.tobytes()
+    Image.fromarray(RGB).save(tmp_path / "exif.jpg", exif=data[:-30], quality=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # what the module installs
+        centre(str(tmp_path / "palette.png"))
+        centre(str(tmp_path / "exif.jpg"))
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(whole)
+    for name, content in {
+        "cut.jpg": whole.read_bytes()[:800],
+        "empty.jpg": b"",
+        "text.jpg": b"no image at all",
+        "cut.png": b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadImageError, match=name):
+            read_image(str(tmp_path / name))
+    with pytest.raises(BadImageError, match=r"missing\.jpg"):
+        read_image(str(tmp_path / "missing.jpg"))
+
+
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
+def test_validation_pixels_are_those_of_torchvisions_preset() -> None:
+    preset = ResNet50_Weights.IMAGENET1K_V1.transforms()
+    for path in sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:10]:
+        ours = Normalize()(val_transform(val_resize=256, val_size=224)(read_image(str(path)))[None])[0]
+        torch.testing.assert_close(ours, preset(Image.open(path).convert("RGB")), rtol=0, atol=1e-6)

@@ -1,0 +1,170 @@
+"""Folders to samples: layouts, what never becomes a class, and what is noticed between two runs."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from project.core import index as index_module
+from project.core.config import DataConfig
+from project.core.errors import UserError
+from project.core.index import ImageIndex, load_index, load_splits
+from tests.conftest import write_images
+
+Make = Callable[..., Path]
+
+
+def names(index: ImageIndex) -> list[str]:
+    return [index.name(i) for i in range(len(index))]
+
+
+def refusal(root: Path, **changes: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load_splits(DataConfig(root=str(root), **changes))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_digits_are_made_once(cache: Path) -> None:
+    splits = load_splits(DataConfig(root="digits"))
+    assert (len(splits.train), len(splits.val)) == (1438, 359)  # 1797 = 4 of 5 + each fifth
+    assert splits.classes == [str(digit) for digit in range(10)]
+    made = (cache / "digits-1").stat().st_mtime_ns
+    load_splits(DataConfig(root="digits"))
+    assert (cache / "digits-1").stat().st_mtime_ns == made
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_class_folders_are_sorted_and_foreign_files_counted(make_data: Make) -> None:
+    root = make_data(train=6, val=3)
+    train = root / "train"
+    (train / ".ipynb_checkpoints").mkdir()
+    (train / "ant" / "._0.jpg").write_bytes(b"AppleDouble")
+    (train / "ant" / "notes.txt").write_text("not an image")
+    (train / ".DS_Store").write_bytes(b"")
+    (train / "bee" / "dangling.jpg").symlink_to("nowhere.jpg")
+    (train / "cat" / "again").symlink_to("..")  # a loop
+    index = load_index(train)
+    assert index.classes == ["ant", "bee", "cat"]
+    assert names(index) == [f"{name}/{i}.jpg" for name in index.classes for i in range(2)]
+    assert index.targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert index.ignored[0] == 5
+
+
+def test_linked_and_nested_folders_are_followed(make_data: Make, tmp_path: Path) -> None:
+    root = make_data(train=3, val=3)
+    write_images(tmp_path / "elsewhere" / "deep", 2)
+    (root / "train" / "dog").symlink_to(tmp_path / "elsewhere")
+    index = load_index(root / "train")
+    assert names(index)[-2:] == ["dog/deep/0.jpg", "dog/deep/1.jpg"]
+
+
+def test_changes_between_runs_are_noticed_and_an_unchanged_folder_is_not_read_again(
+    make_data: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "_RACY_NS", 0)
+    train = make_data(train=6, val=3) / "train"
+    scans: list[str] = []
+    scan_classes = index_module._scan_classes
+    monkeypatch.setattr(index_module, "_scan_classes", lambda folder: scans.append(folder) or scan_classes(folder))
+
+    def changed() -> bool:
+        before = len(scans)
+        found = load_index(train)
+        assert names(found) == names(scan_classes(str(train))[0])
+        return len(scans) > before
+
+    time.sleep(0.02)
+    assert changed()
+    assert not changed()
+    write_images(train / "ant", 1, start=9)
+    assert changed()
+    (train / "ant" / "9.jpg").rename(train / "ant" / "8.jpg")
+    assert changed()
+    (train / "ant" / "8.jpg").unlink()
+    assert changed()
+    (train / "bee").rename(train / "boa")
+    assert changed()
+    assert not changed()
+
+
+def test_a_folder_changed_just_before_the_scan_is_scanned_again(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = make_data(train=3, val=3) / "train"
+    load_index(train)  # within the two seconds in which a folder's clock may not tick
+    scanned = []
+    monkeypatch.setattr(index_module, "_scan_classes", lambda folder: scanned.append(folder))
+    with pytest.raises(TypeError):
+        load_index(train)
+    assert scanned
+
+
+def test_kaggle_layout(make_data: Make, tmp_path: Path) -> None:
+    made = make_data(train=6, val=3)
+    inside = tmp_path / "kaggle" / "ILSVRC" / "Data" / "CLS-LOC"
+    inside.parent.mkdir(parents=True)
+    made.rename(inside)
+    assert len(load_splits(DataConfig(root=str(tmp_path / "kaggle"))).val) == 3
+    for name in ("ant", "bee", "cat"):  # as Kaggle has it: validation images in one folder, their classes in a table
+        (inside / "val" / name / "0.jpg").rename(inside / "val" / f"ILSVRC2012_val_{name}.JPEG")
+        (inside / "val" / name).rmdir()
+    assert "LOC_val_solution.csv" in refusal(tmp_path / "kaggle")
+    table = "ImageId,PredictionString\n" + "".join(f"ILSVRC2012_val_{name},{name} 1 2 3 4\n" for name in ("cat", "ant", "bee"))
+    (tmp_path / "kaggle" / "LOC_val_solution.csv").write_text(table)
+    val = load_splits(DataConfig(root=str(tmp_path / "kaggle"))).val
+    assert [(Path(val.name(i)).stem[-3:], int(val.targets[i])) for i in range(3)] == [("ant", 0), ("bee", 1), ("cat", 2)]
+    assert all(os.path.isfile(val.path(i)) for i in range(3))
+
+
+def test_class_folders_alone_are_split_by_name(tmp_path: Path) -> None:
+    for k, name in enumerate(("ant", "bee")):
+        write_images(tmp_path / name, 40, shade=50 * k, size=8)
+    splits = load_splits(DataConfig(root=str(tmp_path), val_fraction=0.25))
+    val = set(names(splits.val))
+    assert val.isdisjoint(names(splits.train))
+    assert len(splits.val) + len(splits.train) == 80
+    assert 10 <= len(splits.val) <= 30
+    write_images(tmp_path / "ant", 40, start=100, size=8)
+    grown = load_splits(DataConfig(root=str(tmp_path), val_fraction=0.25))
+    assert val <= set(names(grown.val))  # no image has changed sides
+    everything = load_splits(DataConfig(root=str(tmp_path), val_fraction=1.0), evaluate=True)
+    assert (len(everything.train), len(everything.val)) == (0, 120)
+
+
+def test_what_is_no_data_set_is_refused(make_data: Make, tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in refusal(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"--data\.root is missing"):
+        load_splits(DataConfig())
+
+    root = make_data(train=6, val=3)
+    (root / "train" / "dog").mkdir()
+    assert "train/dog holds no image" in refusal(root)
+    write_images(root / "train" / "dog", 1)
+    assert "lacks 1 of the classes" in refusal(root)
+    assert "dog" in refusal(root)
+    (root / "val" / "dog").mkdir()
+    assert "val/dog holds no image" in refusal(root)
+
+    flat = make_data(train=3, val=0, name="flat")
+    for label in ("ant", "bee", "cat"):
+        (flat / "val" / label).rmdir()
+    write_images(flat / "val", 4)
+    assert "4 images but no class folders" in refusal(flat)
+    only_val = make_data(train=0, val=3, name="only_val")
+    for label in ("ant", "bee", "cat"):
+        (only_val / "train" / label).rmdir()
+    (only_val / "train").rmdir()
+    assert "no train/" in refusal(only_val)
+    assert len(load_splits(DataConfig(root=str(only_val)), evaluate=True).val) == 3
+
+
+def test_a_large_index_is_loaded_in_flat_arrays(tmp_path: Path) -> None:
+    index = index_module.make_index("f", ["c"], [(f"c/{i}.jpg", 0) for i in range(1000)])
+    assert index.name(0) == "c/0.jpg"
+    assert index.name(999) == "c/999.jpg"
+    assert index.select(np.array([5, 999])).path(1) == "f/c/999.jpg"

@@ -1,0 +1,114 @@
+"""Bad input: one message that names the flag, the numbers and the remedy, before any rank is started."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import project.lit.run as run
+from project.core.errors import UserError
+from tests.conftest import REPOSITORY, run_module, write_images
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """The message with which a command line is refused; fails if it would start ranks or write a file."""
+
+    def started(*_: object, **__: object) -> None:
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr(run, "launch", started)
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", started)
+    monkeypatch.chdir(tmp_path)
+
+    def message(*arguments: str | Path) -> str:
+        with pytest.raises(UserError) as caught:
+            run.fit([str(argument) for argument in arguments])
+        assert not (tmp_path / "runs").exists()
+        text = str(caught.value)
+        assert len(text.splitlines()) <= 4
+        return text
+
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model.lerning_rate 0.1", ["--model.lerning_rate"]),
+        ("--trainer.device 2", ["--trainer.device"]),
+        ("--model.num_cl 10", ["--model.num_cl"]),  # no abbreviations
+        ("--model.lr abc", ["model.lr", "abc"]),
+        ("--model.lr -1", ["--model.lr", "-1"]),
+        ("--model.arch resnet49", ["model.arch", "resnet49"]),
+        ("--model.num_classes 5", ["--model.num_classes is 5", "10 classes"]),
+        ("--model.weights nowhere.pt", ["--model.weights nowhere.pt", "no such file"]),
+        ("--data.root nowhere", ["--data.root nowhere", "does not exist"]),
+        ("--data.global_batch_size 7 --devices 2", ["--data.global_batch_size 7", "2 ranks", "6 or 8"]),
+        ("--data.global_batch_size 2 --devices 2", ["batch of 1", "1 x 1", "--data.global_batch_size 4"]),
+        ("--data.global_batch_size 4000", ["1438", "4000", "--data.drop_last"]),
+        ("--data.drop_last false --data.global_batch_size 479", ["batch of 1", "--data.drop_last true"]),  # 1438 = 3 x 479 + 1
+        ("--data.val_size 64", ["--data.val_size is 64", "--data.val_resize 32"]),
+        ("--data.hflip 1.5", ["--data.hflip", "1.5"]),
+        ("--trainer.sync_batchnorm true", ["--trainer.sync_batchnorm", "GPU"]),
+        ("--precision 16-mixed", ["--precision 16-mixed", "bf16-mixed"]),
+        ("--accelerator gpu", ["--accelerator gpu", "--accelerator cpu"]),
+        ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
+        ("--devices 0", ["devices"]),
+        ("--seed_everything -1", ["--seed_everything -1"]),
+        ("--ckpt_path nowhere.ckpt", ["--ckpt_path nowhere.ckpt", "no such file"]),
+        ("--ckpt_path last", ["--ckpt_path last", "--trainer.default_root_dir"]),
+        ("--config nowhere.yaml", ["nowhere.yaml"]),
+        ("--config", ["--config"]),
+        ("--model.schedule cosine --max_epochs -1", ["--model.schedule cosine", "--trainer.max_epochs"]),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some of these are possible with a GPU")
+def test_refused(arguments: str, words: list[str], refused: Callable[..., str]) -> None:
+    message = refused(*arguments.split())
+    for word in words:
+        assert word in message
+
+
+def test_bad_configs_name_the_key(refused: Callable[..., str], tmp_path: Path) -> None:
+    for text, word in {
+        "model: {lerning_rate: 0.1}": "lerning_rate",
+        "trainer: {device: 2}": "device",
+        "trainer: {strategy: [ddp]}": "strategy",
+        "model:\n\tlr: 0.1": "bad.yaml",
+    }.items():
+        (tmp_path / "bad.yaml").write_text(text)
+        assert word in refused("--config", "bad.yaml")
+
+
+def test_few_samples(refused: Callable[..., str], make_data: Make) -> None:
+    root = make_data(train=3, val=3)
+    assert "3 training images are fewer than 4 ranks" in refused("--data.root", root, "--devices", 4)
+    assert "lacks 1 of the classes" in refused("--data.root", make_renamed(root))
+
+
+def make_renamed(root: Path) -> Path:
+    (root / "val" / "bee").rename(root / "val" / "boa")
+    return root
+
+
+def test_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
+    torch.save({"state_dict": {"conv1.weight": torch.zeros(100, 100)}}, tmp_path / "foreign.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "foreign.ckpt").read_bytes()[:1000])
+    (tmp_path / "empty.ckpt").write_bytes(b"")
+    assert "no checkpoint of a training run" in refused("--ckpt_path", "foreign.ckpt")
+    for name in ("cut.ckpt", "empty.ckpt"):
+        assert re.search(rf"{name} \([\d,]+ bytes\) is damaged", refused("--ckpt_path", name))
+
+
+def test_a_refusal_is_one_message_without_traceback_and_exit_code_2(tmp_path: Path) -> None:
+    write_images(tmp_path / "train" / "ant", 2)
+    finished = run_module("project.fit", "--data.root", tmp_path, "--devices", 2, "--trainer.default_root_dir", tmp_path)
+    assert (finished.code, finished.out) == (2, "")
+    assert finished.err == f"error: --data.root {tmp_path} has train/ but no val/: add val/<class>/ with the validation images.\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train"]
+    assert (REPOSITORY / "configs").is_dir()

@@ -1,0 +1,75 @@
+"""The tree is the diagram: who may import whom, and that every config is one that the commands accept."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from project.core.arguments import expand
+from project.lit.cli import TrainCLI
+from tests.conftest import REPOSITORY
+
+PROJECT = REPOSITORY / "project"
+
+# folder or command -> what of ours, and of the trainers' frameworks, it may import
+MAY_IMPORT = {
+    "core": {"core"},
+    "lit": {"core", "lit", "lightning"},
+    "raw": {"core", "raw"},
+    "fit": {"core", "lit", "lightning"},
+    "validate": {"core", "lit", "lightning"},
+    "predict": {"core"},
+    "export": {"core"},
+    "fit_raw": {"core", "raw"},
+}
+
+
+def imported(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def breaches(part: str, names: set[str]) -> set[str]:
+    ours = {name.split(".")[1] for name in names if name.startswith("project.")}
+    frameworks = {name.split(".")[0] for name in names} & {"lightning", "pytorch_lightning", "lightning_fabric"}
+    return (ours | frameworks) - MAY_IMPORT[part]
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PROJECT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", sorted(PROJECT.rglob("*.py")), ids=lambda file: str(file.relative_to(PROJECT)))
+def test_imports_follow_the_table(file: Path) -> None:
+    if file == PROJECT / "__init__.py":
+        assert not imported(file)
+    else:
+        assert not breaches(part_of(file), imported(file))
+
+
+def test_the_table_would_notice() -> None:
+    assert breaches("core", {"project.lit.module.Classifier", "torch.nn"}) == {"lit"}
+    assert breaches("predict", {"lightning.pytorch.Trainer"}) == {"lightning"}
+
+
+@pytest.mark.parametrize("module", ["project.predict", "project.export", "project.fit_raw", "project.raw.run", "project.core.record"])
+def test_light_commands_load_no_lightning(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('lightning', 'pytorch_lightning', 'lightning_fabric') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_configs_parse(config: Path) -> None:
+    cli = TrainCLI(expand(["--config", str(config), "--data.root", "digits", "--devices", "1"], default_config=True))
+    assert cli.config.seed_everything == 1
+    header = config.read_text().split("\n\n")[0]
+    for word in ("Command:", "Hardware:", "Cost:", "Expected:", "per-rank batch"):
+        assert word in header
