@@ -7,22 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-import project.lit.run as run
+import project.lit.run
+import project.raw.run
 from project.core.errors import UserError
 from tests.conftest import REPOSITORY, run_module, write_images
 
 Make = Callable[..., Path]
 
 
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
-    """The message with which a command line is refused; fails if it would start ranks or write a file."""
+@pytest.fixture(params=[project.lit.run, project.raw.run], ids=["fit", "fit_raw"])
+def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """The message with which either trainer refuses a command line; fails if it would start ranks or write a file."""
+    run = request.param
 
     def started(*_: object, **__: object) -> None:
         pytest.fail("ranks were started")
 
     monkeypatch.setattr(run, "launch", started)
     monkeypatch.setattr("lightning.pytorch.Trainer.fit", started)
+    monkeypatch.setattr("project.raw.run.train", started)
     monkeypatch.chdir(tmp_path)
 
     def message(*arguments: str | Path) -> str:
@@ -105,9 +108,10 @@ def test_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: 
         assert re.search(rf"{name} \([\d,]+ bytes\) is damaged", refused("--ckpt_path", name))
 
 
-def test_a_refusal_is_one_message_without_traceback_and_exit_code_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+def test_a_refusal_is_one_message_without_traceback_and_exit_code_2(module: str, tmp_path: Path) -> None:
     write_images(tmp_path / "train" / "ant", 2)
-    finished = run_module("project.fit", "--data.root", tmp_path, "--devices", 2, "--trainer.default_root_dir", tmp_path)
+    finished = run_module(module, "--data.root", tmp_path, "--devices", 2, "--trainer.default_root_dir", tmp_path)
     assert (finished.code, finished.out) == (2, "")
     assert finished.err == f"error: --data.root {tmp_path} has train/ but no val/: add val/<class>/ with the validation images.\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train"]
