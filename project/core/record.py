@@ -20,8 +20,8 @@ root mean square estimates the norm of that difference, with a standard error of
 "sum" is the sum of absolute values. Optimizer states and checkpoints, most of the bytes, have type, shape and hash only.
 
 Two environment variables ask for more. LOCKSTEP_RECORD_TENSORS=0,8 also stores the gradients of steps 0 and 8 themselves:
-each rank's local ones, and rank 0's reduced ones, in FOLDER/step-<n>-rank-<r>.pt. LOCKSTEP_RECORD_UNTIL=5 ends the process
-after step 5, and stores all tensors of that step.
+each rank's local ones, and rank 0's reduced ones, in FOLDER/step-<n>-rank-<r>.pt; `first` stands for the first step of each of
+the first two epochs. LOCKSTEP_RECORD_UNTIL=5 ends the process after step 5, and stores all tensors of that step.
 
 Everything is observed by hooks of torch. They copy and compute; they change nothing.
 """
@@ -175,8 +175,10 @@ class Recorder:
         self._local: dict[str, Tensor] = {}
         self._reduced: dict[str, dict[str, Any]] = {}
         self._folder, self._rank = path.parent, rank
-        self._stored = {int(step) for step in os.environ.get(TENSORS, "").split(",") if step}
+        self._wanted = os.environ.get(TENSORS, "").split(",")
         self._until = int(os.environ.get(UNTIL, -1))
+        self._epochs: list[int] = []
+        self._store = False  # the running step's gradients
         self._kept: dict[str, Any] = {}
         self._in_backward = False
         self._steps = 0
@@ -218,6 +220,11 @@ class Recorder:
 
     def _batch(self, epoch: int, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         self._epoch = epoch
+        if not self._batches:
+            begins = epoch not in self._epochs
+            self._epochs += [epoch] * begins
+            first = begins and len(self._epochs) <= 2 and "first" in self._wanted
+            self._store = first or str(self._step) in self._wanted or self._step == self._until
         self._batches.append({"index": batch[2].tolist()})
 
     def _forward(self, model: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
@@ -249,7 +256,7 @@ class Recorder:
         self._in_backward = False
         reduced = {name: p.grad for p, name in self._names.items() if p.grad is not None}
         self._reduced = {name: digest(value) for name, value in reduced.items()}
-        if self._step == self._until or (self._step in self._stored and self._rank == 0):
+        if self._store and (self._rank == 0 or self._step == self._until):
             self._kept["reduced"] = {name: value.cpu().clone() for name, value in reduced.items()}
 
     def _update(self, optimizer: optim.Optimizer, *_: Any) -> None:
@@ -271,16 +278,16 @@ class Recorder:
             optimizer={k: digest(value, sketched=False) if isinstance(value, Tensor) else value for k, value in state.items()},
             buffers={name: digest(value) for name, value in buffers.items()},
         )
-        if self._step in self._stored or self._step == self._until:
+        if self._store:
             self._kept["local"] = self._local
         if self._step == self._until:
             self._kept |= {"weights": weights, "optimizer": state, "buffers": buffers}
-        self._store()
+        self._write_tensors()
         self._step += 1
         self._steps += 1
         self._batches, self._local, self._reduced = [], {}, {}
 
-    def _store(self) -> None:
+    def _write_tensors(self) -> None:
         """Write the tensors that were asked for, and end here if that was asked for."""
         if self._kept:
             torch.save(self._kept, tensor_file(self._folder, step=self._step, rank=self._rank))
