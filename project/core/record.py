@@ -105,7 +105,7 @@ def digest(tensor: Tensor, *, sketched: bool = True) -> dict[str, Any]:
     kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     hashed = hashlib.sha256(f"{kind}{shape}".encode())
     hashed.update(flat.view(torch.uint8).numpy().data)
-    found = {"type": kind, "shape": shape, "hash": hashed.hexdigest()[:32]}
+    found: dict[str, Any] = {"type": kind, "shape": shape, "hash": hashed.hexdigest()[:32]}
     if sketched:
         projections, total = sketch(flat)
         found |= {"sketch": base64.b64encode(projections.numpy().astype("<f8").tobytes()).decode(), "sum": total}

@@ -149,7 +149,8 @@ def compare_trainers(request: Request) -> Outcome:
     if "--record" in {argument.partition("=")[0] for argument in request.arguments}:
         raise UserError("--record: both runs are recorded below --out. Leave the flag out.")
     stage, lit, raw = _run_both(request, "from the start", ("lit", "raw"), request.arguments, [], **{TENSORS: "first"})
-    stages, left_out = [stage], ()
+    stages = [stage]
+    left_out: tuple[str, ...] = ()
     if stage.first is None:
         if lit.checkpoint is None or raw.checkpoint is None:
             left_out = ("resuming from each other's checkpoint: none was written",)

@@ -121,10 +121,16 @@ def compare_pair(pair: Pair, a: Run, b: Run) -> Finding:
                 first = _earlier(first, Finding(pair.name, False, pair.phase, compared, how, _step(time), rank, time=time))
     if first is not None:
         return first
-    ranks = f"{a.world_size} ranks" if a.world_size > 1 else "1 rank"
-    where = f"of {happened} {_PLURAL[pair.kind]} over {ranks}" if pair.kind != "checkpoint" else f"of {happened} checkpoints"
     passed = happened > 0 if pair.may_be_empty else compared > 0
-    return Finding(pair.name, passed, pair.phase, compared, f"equal {where}" if compared else "neither run has any")
+    return Finding(pair.name, passed, pair.phase, compared, _said(pair, a, happened) if compared else "neither run has any")
+
+
+def _said(pair: Pair, run: Run, happened: int) -> str:
+    if pair.kind == "checkpoint":
+        return f"in {happened} file{'s' * (happened > 1)}, as read back"
+    count = happened // run.world_size
+    ranks = f" on each of {run.world_size} ranks" if run.world_size > 1 else ""
+    return f"at {count} {_PLURAL[pair.kind] if count > 1 else pair.kind}{ranks}"
 
 
 def _step(time: float) -> int | None:

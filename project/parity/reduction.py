@@ -6,15 +6,16 @@ some k. So each element must be, to the bit, one of W known float32 numbers (`ma
 
 Where the order is unknown (NCCL), or only sums and sketches are there, rounding is bounded. Let u be half the machine epsilon,
 2^-24 for float32. 1/W has been rounded, so has each product, and each of the W - 1 additions: every term has passed through
-at most W + 1 roundings, in whatever order they are added (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), so
+at most W + 1 roundings, in whatever order they are added. So (Higham, Accuracy and Stability, 2nd edition, section 4.2)
 
     |reduced - mean| <= gamma(W + 1) * sum |g| / W  +  W * tiny,        gamma(n) = n u / (1 - n u),
 
-in each element, where tiny is what a product below the normal numbers may lose. A projection onto signs of 1 and -1 of the
-difference is at most the sum of its absolute values, hence at most gamma(W + 1) / W times the ranks' sums of |g|, which are
+in each element, where tiny is what a product below the normal numbers may lose. A projection of the difference onto signs of
+1 and -1 is at most the sum of its absolute values, hence at most gamma(W + 1) / W times the ranks' sums of |g|, which are
 recorded, plus W * tiny for each element. The sketches themselves are float64 sums along chains of fewer than n additions,
-each off by at most gamma64(n) times the same sums. No constant here is tuned; a bound that holds for every rounding is
-wider than the usual rounding, so it sees relative errors from about 1e-4 in large tensors, and a single element exactly only above.
+each off by at most gamma64(n) times the same sums. No constant is tuned. The price of a bound that holds for every rounding: it
+compares a difference with the sum of |g|, about sqrt(n) times the norm, so in a tensor of a million elements it sees relative
+errors from some 1e-4. Faults are larger: not reducing, or summing, changes a gradient by its own size.
 """
 
 import math
@@ -120,7 +121,7 @@ def _check_stored(run: Run, side: str) -> Finding:
                 how = f"{name} is {kind} the mean of the ranks' gradients: {wrong:,} of {good.numel():,} elements, first {first}"
                 return Finding(check, False, _PHASE, compared, how, **where)
     said = "to the bit, in one of the ring's orders" if exact else "to rounding, in whatever order"
-    numbers = ", ".join(map(str, run.stored_steps()))
+    numbers = " and ".join(map(str, run.stored_steps()))
     which = f"step{'s' * (len(run.stored_steps()) > 1)} {numbers}"
     return Finding(check, compared > 0, _PHASE, compared, f"{elements:,} elements of {which} {said}", side=side)
 

@@ -1,5 +1,6 @@
 """Start a trainer as a user would, in a clean process of its own, and read what it left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,8 +17,8 @@ from project.parity.run import CannotTell, Run, load_run
 LIGHTNING = (sys.executable, "-m", "project.fit")
 RAW = (sys.executable, "-m", "project.fit_raw")
 
-_STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "NODE_RANK")
-_STALE += ("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TENSORS, UNTIL)
+_STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
+_STALE |= {"ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", TENSORS, UNTIL}
 _STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE")
 
 
@@ -93,10 +94,8 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """The trainer and what is left in its group; each rank watches its launcher and ends by itself."""
     if os.name == "posix":
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     else:
         process.kill()
     process.wait()

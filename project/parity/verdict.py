@@ -95,13 +95,32 @@ def rows(stage: Stage) -> list[Row]:
     return found
 
 
+def merged_rows(outcome: Outcome) -> list[tuple[str, str, list[Row | None]]]:
+    """One line for each check: its name, what it says where it failed or else at first, and its row in each stage."""
+    tables = [{(row.check, number): row for number, row in _numbered(rows(stage))} for stage in outcome.stages]
+    merged = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        cells = [table.get(key) for table in tables]
+        found = [row for row in cells if row is not None]
+        told = next((row for row in found if row.failed), found[0])
+        merged.append((key[0], told.detail, cells))
+    return merged
+
+
+def _numbered(table: list[Row]) -> Iterator[tuple[int, Row]]:
+    """A check that both runs break has two rows."""
+    seen: list[str] = []
+    for row in table:
+        yield seen.count(row.check), row
+        seen.append(row.check)
+
+
 def _where(stage: Stage, finding: Finding) -> str:
     if finding.passed:
         return finding.detail
     who = {"a": f"{stage.a.name}: ", "b": f"{stage.b.name}: ", "": ""}[finding.side]
-    at = (
-        "" if finding.step is None else f"step {finding.step}" + ("" if finding.rank is None else f", rank {finding.rank}") + ": "
-    )
+    rank = "" if finding.rank is None else f", rank {finding.rank}"
+    at = "" if finding.step is None else f"step {finding.step}{rank}: "
     return f"{at}{who}{finding.detail}"
 
 
@@ -124,18 +143,14 @@ def shown(outcome: Outcome) -> str:
     where = f"on {run.world_size} ranks over {settings['backend']}" if run.world_size > 1 else "on one rank"
     device = run.start["environment"]["device"] if settings["backend"] == "nccl" else "CPU"
     what = f"{settings['model']['arch']}, {' '.join(parts)}, {where} ({device}), {settings['precision']}."
-    stored = sorted({step for run in (stage.a, stage.b) for step in _exact_steps(stage)})
-    exact = f" In step{'s' * (len(stored) > 1)} {', '.join(map(str, stored))} every element was checked." if stored else ""
+    stored = stage.a.stored_steps()
+    exact = f" In step{'s' * (len(stored) > 1)} {' and '.join(map(str, stored))} every element was checked." if stored else ""
     if not outcome.equivalent:
         return what
     return (
-        f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal to the "
-        f"bit at every step on every rank{_and_files(stage)}. Each reduced gradient is the mean of the ranks' own.{exact}"
+        f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal to "
+        f"the bit at every step on every rank{_and_files(stage)}. Each reduced gradient is the mean of the ranks' own.{exact}"
     )
-
-
-def _exact_steps(stage: Stage) -> list[int]:
-    return [event for run in (stage.a, stage.b) for event in run.stored_steps()]
 
 
 def _and_files(stage: Stage) -> str:
@@ -188,10 +203,14 @@ def size_line(size: Size) -> str:
 def lines(outcome: Outcome, report: str) -> Iterator[str]:
     """For a terminal of 80 columns."""
     for stage in outcome.stages:
+        table = rows(stage)
+        if stage is not outcome.stages[0] and stage.first is None:  # a table like the one above
+            yield f"{stage.title}: {len(table)} checks".ljust(36) + f"equal    {sum(row.compared for row in table):>9,}"
+            continue
         yield ""
-        yield f"{stage.title:<34}  result   {'compared':>9}"
-        for row in rows(stage):
-            yield f"  {row.check:<32}  {row.result:<8} {row.compared:>9,}"
+        yield f"{stage.title:<36}result    compared"
+        for row in table:
+            yield f"  {row.check:<34}{row.result:<8} {row.compared:>9,}"
     yield ""
     yield headline(outcome).upper() if not outcome.equivalent else headline(outcome)
     yield from _wrap(shown(outcome))
