@@ -18,11 +18,13 @@ MAY_IMPORT = {
     "core": {"core"},
     "lit": {"core", "lit", "lightning"},
     "raw": {"core", "raw"},
+    "parity": {"core", "parity"},
     "fit": {"core", "lit", "lightning"},
     "validate": {"core", "lit", "lightning"},
     "predict": {"core"},
     "export": {"core"},
     "fit_raw": {"core", "raw"},
+    "compare": {"core", "parity"},
 }
 
 
@@ -60,7 +62,7 @@ def test_the_table_would_notice() -> None:
     assert breaches("predict", {"lightning.pytorch.Trainer"}) == {"lightning"}
 
 
-LIGHT = ["project.predict", "project.export", "project.fit_raw", "project.raw.run", "project.core.record"]
+LIGHT = ["project.predict", "project.export", "project.fit_raw", "project.raw.run", "project.parity.report"]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -127,10 +127,8 @@ def compare_pair(pair: Pair, a: Run, b: Run) -> Finding:
 
 def _said(pair: Pair, run: Run, happened: int) -> str:
     if pair.kind == "checkpoint":
-        return f"in {happened} file{'s' * (happened > 1)}, as read back"
-    count = happened // run.world_size
-    ranks = f" on each of {run.world_size} ranks" if run.world_size > 1 else ""
-    return f"at {count} {_PLURAL[pair.kind] if count > 1 else pair.kind}{ranks}"
+        return f"{happened} file{'s' * (happened > 1)}, as read back"
+    return f"every {pair.kind}" + (", every rank" if run.world_size > 1 else "")
 
 
 def _step(time: float) -> int | None:
