@@ -141,8 +141,11 @@ def _earlier(first: Finding | None, found: Finding) -> Finding:
 
 
 def check_same(name: str, a: Run, b: Run, *, key: str, alike: bool) -> Finding:
-    """Environment or settings; where they need not be alike, a difference is noted."""
-    how = nested_difference(a.start[key], b.start[key])
-    count = sum(_count(part) for part in a.start[key].values())
+    """Environment or settings of all ranks; where they need not be alike, a difference is noted."""
+    how, count = None, 0
+    for rank in sorted(a.ranks):
+        one, other = (run.ranks[rank][0][key] for run in (a, b))
+        count += sum(_count(part) for part in one.values())
+        how = how or nested_difference(one, other)
     said = "equal versions, threads, device" if key == "environment" else "both runs were asked for the same"
     return Finding(name, how is None, "environment", count, how or said, noted=how is not None and not alike)
