@@ -10,7 +10,8 @@
     {"event": "end", "steps"}
 
 `step` counts optimizer steps from 0 over the whole training. `images` are what the network got, normalised. `local` is a
-rank's own gradient of the whole step, before the ranks are averaged; `reduced` is what the average is, before clipping;
+rank's own gradient of the whole step, before the ranks are averaged; `reduced` is what the average is, before clipping (with
+fp16 both are still multiplied by the loss scale, and a step that overflows, which the optimizer never sees, is not recorded);
 `weights`, `optimizer` and `buffers` are as the step left them, `lr` is what it used. Numbers are exact: a float in JSON is
 Python's repr, which reads back as the same bits.
 
