@@ -90,7 +90,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None
-        fused = may_fuse(precision=str(self.trainer.precision), clips=self.trainer.gradient_clip_val is not None)
+        fused = may_fuse(precision=str(self.trainer.precision), clips=(self.trainer.gradient_clip_val or 0) > 0)
         optimizer = build_optimizer(self.model, self.config, fused=fused)
         schedule = build_schedule(
             optimizer,

@@ -66,7 +66,8 @@ class Trainer:
         self.model = wrap(self.module, self.ranks, find_unused=find_unused)
         self.no_sync = self.model.no_sync if isinstance(self.model, DistributedDataParallel) else nullcontext
         self.precision = Precision(str(config.precision), self.device)
-        fused = may_fuse(precision=str(config.precision), clips=config.gradient_clip_val is not None)
+        self.clip_val = config.gradient_clip_val or 0.0  # 0 means no clipping, not no gradient
+        fused = may_fuse(precision=str(config.precision), clips=self.clip_val > 0)
         self.optimizer = build_optimizer(self.module.model, self.module.config, fused=fused)
         self.total_steps = count_steps(
             max_epochs=config.max_epochs, max_steps=config.max_steps, steps_per_epoch=self.plan.steps_per_epoch
@@ -132,12 +133,12 @@ class Trainer:
     def step(self) -> None:
         """One update with the gradients that backward has left: already the mean over all ranks."""
         config, scaler = self.config, self.precision.scaler
-        if config.gradient_clip_val is not None:
+        if self.clip_val > 0:
             scaler.unscale_(self.optimizer)
             # In the optimizer's order: the last bit of the norm depends on it.
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip = clip_grad_value_ if config.gradient_clip_algorithm == "value" else clip_grad_norm_
-            clip(parameters, config.gradient_clip_val)
+            clip(parameters, self.clip_val)
         scaler.step(self.optimizer)
         scaler.update()
         self.schedule.step()
