@@ -31,7 +31,8 @@ class Last(ModelCheckpoint):
     """checkpoints/last.ckpt: the end of the newest epoch."""
 
     def __init__(self) -> None:
-        super().__init__(filename="last", enable_version_counter=False)
+        # By default Lightning saves after validations only, and leaves the epochs out that have none.
+        super().__init__(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: a resumed run has a folder of its own."""
