@@ -158,6 +158,13 @@ def test_raw_goes_on_from_the_middle_of_lightnings_epoch_under_torchrun(root: Pa
 
 
 @pytest.mark.slow
+def test_lightning_goes_on_from_its_own_file_that_max_steps_left_inside_an_epoch(root: Path, lit: Path) -> None:
+    begun = train("project.fit", root, "lit-begun", "--trainer.max_steps", "3")
+    ended = train("project.fit", root, "lit-rest", "--ckpt_path", begun / "checkpoints/last.ckpt")
+    assert_same_end(ended, lit)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
 def test_two_agents_of_torchrun(module: str, root: Path) -> None:
     """As on two machines with one device each."""

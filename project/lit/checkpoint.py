@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.core.checkpoint import RECORD, write_atomic
 from project.lit.data import ImageFolders
-from project.lit.interchange import as_lightning
+from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
 
 
@@ -24,7 +24,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         content = super().load_checkpoint(path, map_location, weights_only)
-        return content if "loops" in content else as_lightning(content, best_key=Best().state_key)
+        if "loops" not in content:
+            return as_lightning(content, best_key=Best().state_key)
+        record = content[RECORD]
+        if record["batches"] < record["batches_per_epoch"]:
+            # Lightning takes an epoch that max_steps has cut short for a whole one, and would not train its rest.
+            content["loops"]["fit_loop"] = fit_loop(record)
+        return content
 
 
 class Last(ModelCheckpoint):
