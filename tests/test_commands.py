@@ -79,6 +79,7 @@ def test_validation_is_exact_in_fit_and_on_any_number_of_ranks(checkpoint: Path,
         assert loss == pytest.approx(expected["loss"], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_fewer_images_than_ranks_and_other_classes(checkpoint: Path, make_data: Make) -> None:
     root = make_data(train=4, val=2, classes=("0", "1"))
     with pytest.raises(UserError, match="10 classes, the data .* has 2; only in one of them: 2"):

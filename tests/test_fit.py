@@ -184,8 +184,9 @@ def with_bad_image(bad: Path, out: Path) -> list[str | Path]:
     return [*flags, "--data.root", bad.parents[2], "--data.global_batch_size", "8", "--trainer.default_root_dir", out]
 
 
-def test_an_unreadable_image_ends_all_ranks_with_its_path(bad_image: Path, tmp_path: Path) -> None:
-    finished = run_module("project.fit", *with_bad_image(bad_image, tmp_path / "out"), "--data.num_workers", "1")
+@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+def test_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image: Path, tmp_path: Path) -> None:
+    finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), "--data.num_workers", "1")
     assert finished.code == 1
     assert finished.seconds < 60
     assert "Traceback" not in finished.err
@@ -194,9 +195,10 @@ def test_an_unreadable_image_ends_all_ranks_with_its_path(bad_image: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_an_unreadable_image_is_replaced_and_counted(bad_image: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+def test_an_unreadable_image_is_replaced_and_counted(module: str, bad_image: Path, tmp_path: Path) -> None:
     more = ["--data.on_bad_image", "skip", "--trainer.accumulate_grad_batches", "2"]
-    finished = run_module("project.fit", *with_bad_image(bad_image, tmp_path / "out"), *more)
+    finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), *more)
     assert finished.code == 0, finished.err
     assert f"unreadable training images were replaced 1 times, such as {bad_image}" in finished.out
     assert finished.err == ""

@@ -52,7 +52,9 @@ def train(module: str, root: Path, name: str, *more: str | Path, **options: Any)
     arguments = [*RUN, "--data.root", root / "data", "--trainer.default_root_dir", root / name, *more]
     finished: Finished = run_module(module, *arguments, **options)
     assert finished.code == 0, finished.err
-    assert finished.out.count("best top-1") <= 1
+    assert finished.err == ""
+    assert finished.out.count("= 2 ranks x 2 x 4 accumulated, 2 steps per epoch") == 1
+    assert finished.out.count("files in ") == 1
     [folder] = (root / name / "runs").iterdir()
     return folder
 
@@ -155,6 +157,13 @@ def test_raw_goes_on_from_the_middle_of_lightnings_epoch_under_torchrun(root: Pa
     middle = lit / "checkpoints" / "step=1.ckpt"
     ended = train("project.fit_raw", root, "raw-ended", "--ckpt_path", middle, launcher=torchrun, env={"OMP_NUM_THREADS": "1"})
     assert_same_end(ended, raw)
+
+
+@pytest.mark.slow
+def test_lightning_goes_on_from_its_own_file_that_max_steps_left_inside_an_epoch(root: Path, lit: Path) -> None:
+    begun = train("project.fit", root, "lit-begun", "--trainer.max_steps", "3")
+    ended = train("project.fit", root, "lit-rest", "--ckpt_path", begun / "checkpoints/last.ckpt")
+    assert_same_end(ended, lit)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.core.checkpoint import RECORD, write_atomic
 from project.lit.data import ImageFolders
-from project.lit.interchange import as_lightning
+from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
 
 
@@ -24,14 +24,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         content = super().load_checkpoint(path, map_location, weights_only)
-        return content if "loops" in content else as_lightning(content, best_key=Best().state_key)
+        if "loops" not in content:
+            return as_lightning(content, best_key=Best().state_key)
+        record = content[RECORD]
+        if record["batches"] < record["batches_per_epoch"]:
+            # Lightning takes an epoch that max_steps has cut short for a whole one, and would not train its rest.
+            content["loops"]["fit_loop"] = fit_loop(record)
+        return content
 
 
 class Last(ModelCheckpoint):
     """checkpoints/last.ckpt: the end of the newest epoch."""
 
     def __init__(self) -> None:
-        super().__init__(filename="last", enable_version_counter=False)
+        # By default Lightning saves after validations only, and leaves the epochs out that have none.
+        super().__init__(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: a resumed run has a folder of its own."""

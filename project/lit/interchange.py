@@ -21,7 +21,7 @@ def as_lightning(content: dict[str, Any], *, best_key: str) -> dict[str, Any]:
         "global_step": record["step"],
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": {f"model.{name}": value for name, value in content["state_dict"].items()},
-        "loops": {"fit_loop": _fit_loop(record)},
+        "loops": {"fit_loop": fit_loop(record)},
         "callbacks": {"TrainMetrics": {"history": record["history"]}, **({best_key: best} if best else {})},
         "optimizer_states": [record["optimizer"]],
         "lr_schedulers": [record["schedule"]],
@@ -52,7 +52,7 @@ def _without(counts: dict[str, Any], *stages: str) -> dict[str, Any]:
     return {span: {k: v for k, v in values.items() if k not in stages} for span, values in counts.items()}
 
 
-def _fit_loop(record: dict[str, Any]) -> dict[str, Any]:
+def fit_loop(record: dict[str, Any]) -> dict[str, Any]:
     """The loop's state after the record's batches of its epoch.
 
     Three places are told apart: inside the epoch, as in `on_train_batch_end`; at its last batch with the validation still

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from project.core.config import ModelConfig
 from project.core.data import IGNORE
 from project.core.model import build_model
-from project.core.optim import build_optimizer, build_schedule, follow_recipe, recipe_of
+from project.core.optim import build_optimizer, build_schedule, follow_recipe, may_fuse, recipe_of
 from project.core.plan import BatchPlan, count_steps
 from project.core.transforms import Normalize
 from project.core.weights import load_weights
@@ -90,8 +90,8 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None
-        clips_fp16 = self.trainer.precision == "16-mixed" and self.trainer.gradient_clip_val is not None
-        optimizer = build_optimizer(self.model, self.config, fused=not clips_fp16)
+        fused = may_fuse(precision=str(self.trainer.precision), clips=(self.trainer.gradient_clip_val or 0) > 0)
+        optimizer = build_optimizer(self.model, self.config, fused=fused)
         schedule = build_schedule(
             optimizer,
             self.config,

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.core.checkpoint import RECORD, read_checkpoint, write_atomic
-from project.core.optim import build_optimizer, build_schedule
+from project.core.optim import build_optimizer, build_schedule, may_fuse
 from project.core.plan import count_steps
 from project.core.weights import extract_state_dict
 from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
@@ -63,9 +64,11 @@ class Trainer:
         self.module = module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
         find_unused = config.strategy == "ddp_find_unused_parameters_true"
         self.model = wrap(self.module, self.ranks, find_unused=find_unused)
+        self.no_sync = self.model.no_sync if isinstance(self.model, DistributedDataParallel) else nullcontext
         self.precision = Precision(str(config.precision), self.device)
-        clips_fp16 = self.precision.scaler.is_enabled() and config.gradient_clip_val is not None
-        self.optimizer = build_optimizer(self.module.model, self.module.config, fused=not clips_fp16)
+        self.clip_val = config.gradient_clip_val or 0.0  # 0 means no clipping, not no gradient
+        fused = may_fuse(precision=str(config.precision), clips=self.clip_val > 0)
+        self.optimizer = build_optimizer(self.module.model, self.module.config, fused=fused)
         self.total_steps = count_steps(
             max_epochs=config.max_epochs, max_steps=config.max_steps, steps_per_epoch=self.plan.steps_per_epoch
         )
@@ -110,7 +113,7 @@ class Trainer:
             steps = place.batches % plan.accumulate == 0 or place.batches == plan.batches
             # Without a step the ranks need not talk: DDP adds up locally and reduces once, in the last backward. The
             # forward must be inside, too: it is there that DDP decides.
-            with nullcontext() if steps or self.model is self.module else self.model.no_sync():  # type: ignore[operator]
+            with nullcontext() if steps else self.no_sync():
                 with self.precision.autocast():
                     logits = self.model(images)
                     loss = self.module.criterion(logits, target)
@@ -130,12 +133,12 @@ class Trainer:
     def step(self) -> None:
         """One update with the gradients that backward has left: already the mean over all ranks."""
         config, scaler = self.config, self.precision.scaler
-        if config.gradient_clip_val is not None:
+        if self.clip_val > 0:
             scaler.unscale_(self.optimizer)
             # In the optimizer's order: the last bit of the norm depends on it.
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip = clip_grad_value_ if config.gradient_clip_algorithm == "value" else clip_grad_norm_
-            clip(parameters, config.gradient_clip_val)
+            clip(parameters, self.clip_val)
         scaler.step(self.optimizer)
         scaler.update()
         self.schedule.step()

@@ -1,0 +1,69 @@
+"""Every command in the README is one that the programs accept."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import project.export
+import project.lit.run as run
+import project.predict
+from project.core.arguments import expand
+from project.lit.cli import TrainCLI, ValidateCLI
+from project.raw.cli import parse
+from tests.conftest import REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    """Lines of bash blocks, and commands in backticks, from `python -m project` on."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+    inline = re.findall(r"`(python -m project\.[^`]*)`", README)
+    found = [match for line in [*blocks.splitlines(), *inline] for match in re.findall(r"-m (project\..*)", line)]
+    assert len(found) > 10
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module, *arguments = shlex.split(command)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    if module == "project.fit":
+        arguments = expand([*arguments, "--print_config"], default_config=True)
+        with pytest.raises(SystemExit) as ended:
+            TrainCLI(arguments)
+        assert ended.value.code == 0
+    elif module == "project.fit_raw":
+        with pytest.raises(SystemExit) as ended:
+            parse(expand([*arguments, "--print_config"], default_config=True))
+        assert ended.value.code == 0
+    elif module == "project.validate":
+        with pytest.raises(SystemExit) as ended:
+            ValidateCLI(expand([*arguments, "--print_config"], default_config=False))
+        assert ended.value.code == 0
+    else:
+        program = {"project.predict": project.predict, "project.export": project.export}[module]
+        monkeypatch.setattr("sys.argv", [module, *arguments])
+        with pytest.raises(Exception, match="CKPT: there is no such file"):
+            program.main()
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    for name in re.findall(r"`((?:core|lit|raw)/\w+\.py)`", README):
+        assert (REPOSITORY / "project" / name).is_file(), name
+    for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
+        assert (REPOSITORY / name).exists(), name
+    for name in re.findall(r"\]\((notebooks/[^)]+)\)", README):
+        assert (REPOSITORY / name).is_file(), name
+
+
+def test_versions_are_those_that_were_run() -> None:
+    import lightning
+    import torch
+
+    assert run.fit is not None
+    for version in (torch.__version__.split("+")[0], lightning.__version__):
+        assert version in README
