@@ -97,6 +97,7 @@ def test_an_equal_comparison_reads_so(outcome: Callable[..., Outcome], tmp_path:
     page = write_report(found, tmp_path / "out").read_text()
     assert '<h1 class="good">Equivalent, bit for bit</h1>' in page
     assert "difference: exactly 0 at each" in page
+    assert "the same samples in the same order" in page
     assert "Anything on GPUs and NCCL" in page
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["equivalent"], report["stages"][0]["first"]) == (True, None)

@@ -132,6 +132,7 @@ class SamplePicture:
         ranks: For each rank an SVG path of dots, of what both runs gave it.
         only_a, only_b: Dots of what only one of the runs gave that rank at that step.
         steps: How many steps are drawn, and of how many.
+        same: Both runs gave every rank the same samples, in the same order, at every step.
     """
 
     height: float
@@ -143,6 +144,7 @@ class SamplePicture:
     y: list[Tick]
     epochs: list[Tick]
     steps: tuple[int, int]
+    same: bool
 
 
 def draw_samples(a: Run, b: Run) -> SamplePicture:
@@ -192,7 +194,12 @@ def draw_samples(a: Run, b: Run) -> SamplePicture:
         y=[Tick(y(int(value)), f"{int(value):,}") for value in _round_values(0, samples - 1)],
         epochs=epochs,
         steps=(len(drawn), common),
+        same=all(_samples(a, rank) == _samples(b, rank) for rank in a.ranks),
     )
+
+
+def _samples(run: Run, rank: int) -> list[list[int]]:
+    return [batch["index"] for event in run.events(rank, "step") for batch in event["batches"]]
 
 
 def _chosen(epochs: list[int], *, most: int) -> list[int]:
