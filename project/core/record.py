@@ -53,7 +53,7 @@ from project.core.weights import extract_state_dict
 
 _SIDE = 4  # 4 x 4 projections
 _COLUMNS = 1024
-_BLOCK = 64  # rows
+_BLOCK = 32  # rows
 
 # What two equal trainings may say differently in their checkpoints, by the key in the record, and why; not recorded.
 OF_THE_RUN = {
