@@ -60,6 +60,7 @@ def test_the_default_is_two_short_epochs_of_the_digits() -> None:
     arguments, note = default_arguments(["--devices", "2"])
     assert arguments == ("--devices", "2", "--max_epochs", "2", "--trainer.limit_train_batches", "6")
     assert "--trainer.limit_train_batches 1.0" in note
+    assert max(map(len, note.splitlines())) <= 80
     given = ["--config", "c.yaml", "--devices", "2"]
     assert default_arguments(given)[0] == tuple(given)
     assert default_arguments(["--max_epochs=1", "--trainer.limit_train_batches", "3"])[0][-1] == "3"

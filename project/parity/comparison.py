@@ -114,7 +114,7 @@ def default_arguments(given: list[str]) -> tuple[tuple[str, ...], str]:
     note = "both trainers on the digits"
     if "--trainer.limit_train_batches" not in names:
         added += ["--trainer.limit_train_batches", str(BATCHES)]
-        note += f", {BATCHES} batches per rank and epoch (all: --trainer.limit_train_batches 1.0)"
+        note += f", {BATCHES} batches per rank and epoch\n(all of them: --trainer.limit_train_batches 1.0)"
     return (*given, *added), note
 
 

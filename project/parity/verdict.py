@@ -215,7 +215,7 @@ def lines(outcome: Outcome, report: str) -> Iterator[str]:
     for stage in outcome.stages:
         table = rows(stage)
         if stage is not outcome.stages[0] and stage.first is None:  # a table like the one above
-            yield f"{stage.title}: {len(table)} checks".ljust(36) + f"equal    {sum(row.compared for row in table):>9,}"
+            yield f"  {stage.title:<34}{'equal':<8} {sum(row.compared for row in table):>9,}"
             continue
         yield ""
         yield f"{stage.title:<36}result    compared"
