@@ -173,6 +173,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     return run_module("project.compare", "--devices", "2", *SHORT, "--out", out, timeout=280), out
 
 
+@pytest.mark.slow
 def test_both_trainers_are_equivalent(compared: tuple[Finished, Path]) -> None:
     finished, out = compared
     assert finished.code == 0, finished.out + finished.err
@@ -190,6 +191,7 @@ def test_both_trainers_are_equivalent(compared: tuple[Finished, Path]) -> None:
     assert (out / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_one_changed_number_in_a_record_is_found(compared: tuple[Finished, Path], tmp_path: Path) -> None:
     _, out = compared
     shutil.copytree(out / "raw" / "record", tmp_path / "changed")
@@ -206,6 +208,7 @@ def test_one_changed_number_in_a_record_is_found(compared: tuple[Finished, Path]
         compare_folders(tmp_path / "changed", tmp_path / "changed")
 
 
+@pytest.mark.slow
 def test_what_a_trainer_refuses_is_said_last(tmp_path: Path) -> None:
     finished = run_module("project.compare", "--devices", "2", "--data.global_batch_size", "7", "--out", tmp_path / "out")
     assert finished.code == 2

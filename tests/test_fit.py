@@ -184,7 +184,7 @@ def with_bad_image(bad: Path, out: Path) -> list[str | Path]:
     return [*flags, "--data.root", bad.parents[2], "--data.global_batch_size", "8", "--trainer.default_root_dir", out]
 
 
-@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+@pytest.mark.parametrize("module", ["project.fit", pytest.param("project.fit_raw", marks=pytest.mark.slow)])
 def test_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image: Path, tmp_path: Path) -> None:
     finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), "--data.num_workers", "1")
     assert finished.code == 1
@@ -195,7 +195,7 @@ def test_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+@pytest.mark.parametrize("module", ["project.fit", pytest.param("project.fit_raw", marks=pytest.mark.slow)])
 def test_an_unreadable_image_is_replaced_and_counted(module: str, bad_image: Path, tmp_path: Path) -> None:
     more = ["--data.on_bad_image", "skip", "--trainer.accumulate_grad_batches", "2"]
     finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), *more)

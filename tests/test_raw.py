@@ -144,6 +144,7 @@ def test_both_write_the_same_files(lit: Path, raw: Path) -> None:
     assert found == {"step=1.ckpt": [0, 1, 4, False], "step=2.ckpt": [0, 2, 6, False], "last.ckpt": [1, 4, 6, True]}
 
 
+@pytest.mark.slow
 def test_lightning_goes_on_from_the_middle_of_raws_epoch(root: Path, lit: Path) -> None:
     begun = train("project.fit_raw", root, "begun", "--trainer.max_steps", "3")
     record = load(begun / "checkpoints/last.ckpt")[RECORD]
@@ -152,6 +153,7 @@ def test_lightning_goes_on_from_the_middle_of_raws_epoch(root: Path, lit: Path) 
     assert_same_end(ended, lit)
 
 
+@pytest.mark.slow
 def test_raw_goes_on_from_the_middle_of_lightnings_epoch_under_torchrun(root: Path, lit: Path, raw: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
     middle = lit / "checkpoints" / "step=1.ckpt"
