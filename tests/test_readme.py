@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import project.compare
 import project.export
 import project.lit.run as run
 import project.predict
@@ -36,6 +37,12 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(SystemExit) as ended:
             TrainCLI(arguments)
         assert ended.value.code == 0
+    elif module == "project.compare":
+        own, others = project.compare.parse(arguments)
+        assert bool(own.runs) == (not arguments[0].startswith("--devices"))
+        if not own.runs:
+            with pytest.raises(SystemExit):
+                parse(expand([*others, "--print_config"], default_config=True))
     elif module == "project.fit_raw":
         with pytest.raises(SystemExit) as ended:
             parse(expand([*arguments, "--print_config"], default_config=True))
