@@ -62,6 +62,8 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--accelerator gpu", ["--accelerator gpu", "--accelerator cpu"]),
         ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
         ("--devices 0", ["devices"]),
+        ("--devices two", ["devices", "two"]),
+        ("--max_epochs 0", ["--trainer.max_epochs"]),
         ("--seed_everything -1", ["--seed_everything -1"]),
         ("--ckpt_path nowhere.ckpt", ["--ckpt_path nowhere.ckpt", "no such file"]),
         ("--ckpt_path last", ["--ckpt_path last", "--trainer.default_root_dir"]),
@@ -86,6 +88,10 @@ def test_bad_configs_name_the_key(refused: Callable[..., str], tmp_path: Path) -
     }.items():
         (tmp_path / "bad.yaml").write_text(text)
         assert word in refused("--config", "bad.yaml")
+
+
+def test_one_class(refused: Callable[..., str], make_data: Make) -> None:
+    assert "one class, ant" in refused("--data.root", make_data(train=8, val=2, classes=("ant",)))
 
 
 def test_few_samples(refused: Callable[..., str], make_data: Make) -> None:

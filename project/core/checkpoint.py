@@ -47,8 +47,10 @@ def read_file(path: str | os.PathLike[str], *, flag: str) -> dict[str, Any]:
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{flag} {path} ({size:,} bytes) cannot be loaded as weights: {reason}") from error
+        raise UserError(
+            f"{flag} {path} ({size:,} bytes) holds something else than tensors and plain values, or is no file of torch's:\n"
+            "save model.state_dict() with torch.save, or as .safetensors."
+        ) from error
     except (RuntimeError, EOFError, KeyError, ValueError, OSError, SafetensorError) as error:
         raise UserError(
             f"{flag} {path} ({size:,} bytes) is damaged or incomplete: use an older checkpoint, or copy the file again."

@@ -25,6 +25,8 @@ def check_devices(config: Any) -> None:
     gpus = torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
         raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
+    if isinstance(config.devices, str) and config.devices != "auto" and not config.devices.lstrip("-").replace(",", "").isdigit():
+        raise UserError(f"--devices {config.devices}: give a number of processes, such as 2, or auto.")
     on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
     if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
         raise UserError(f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu.")
@@ -78,6 +80,11 @@ def check_resume(path: str, plan: BatchPlan, splits: Splits, config: ModelConfig
     check_classes(record, splits, flag=flag)
     if record["model"]["arch"] != config.arch:
         raise UserError(f"{flag} holds a {record['model']['arch']}: give --model.arch {record['model']['arch']}.")
+    if record["model"]["optimizer"] != config.optimizer:
+        raise UserError(
+            f"{flag} holds the state of {record['model']['optimizer']}: give --model.optimizer {record['model']['optimizer']}, "
+            "or start a new training from it with --model.weights."
+        )
     then, now = record["steps_per_epoch"], plan.steps_per_epoch
     if (then, record["accumulate"]) != (now, plan.accumulate):
         raise UserError(

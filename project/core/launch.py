@@ -113,6 +113,7 @@ def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, thr
             os.close(read_end)
             os.close(write_end)
         if received:
+            sys.stderr.write(f"ended by {signal.Signals(received[0]).name}\n")
             return 128 + received[0]
         return _report(ended, Path(folder), first=node * ranks)
 
@@ -194,6 +195,8 @@ def report_failure(error: BaseException) -> int:
         code, text = 2, f"error: {cause}\n"
     elif cause is not None:  # from a loader worker it comes with the worker's traceback as text
         code, text = 1, f"error: {rank}{str(cause).split('BadImageError: ')[-1].strip()}\n"
+    elif isinstance(error, OSError) and error.filename is not None:  # a place that cannot be read or written
+        code, text = 1, f"error: {rank}{error.filename}: {error.strerror}\n"
     else:
         code, text = 1, f"{''.join(traceback.format_exception(error))}error: {rank}{type(error).__name__}: {error}\n"
     if started_by_us():

@@ -30,6 +30,8 @@ def check_num_classes(config: ModelConfig, *, classes: list[str]) -> int:
             f"({', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}).\n"
             "Leave the flag out, or name the right --data.root."
         )
+    if len(classes) < 2:
+        raise UserError(f"The data has one class, {classes[0]}: there is nothing to tell apart. Add a folder for another class.")
     return len(classes)
 
 

@@ -52,7 +52,9 @@ def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_ste
 
 
 def check_schedule(config: ModelConfig, *, total_steps: int | None) -> None:
-    """A cosine schedule ends where the training ends: refused for a training without an end."""
+    """A training has steps, and an end where its schedule needs one: a cosine ends where the training ends."""
+    if total_steps == 0:
+        raise UserError("Nothing would be trained: give --trainer.max_epochs or --trainer.max_steps 1 or more.")
     if total_steps is None and config.schedule == "cosine":
         raise UserError("--model.schedule cosine needs an end: give --trainer.max_epochs or --trainer.max_steps.")
 

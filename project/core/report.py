@@ -75,15 +75,15 @@ def status(row: Mapping[str, float]) -> str:
     return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} img/s  wait {wait}"
 
 
-def epoch_line(row: Mapping[str, float], metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
-    """The newest training loss, the validation, and how fast the epoch was."""
-    return (
-        f"loss {row['train/loss']:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
-    )
+def epoch_line(loss: float, metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
+    """The mean training loss, the validation, and how fast the epoch was."""
+    return f"loss {loss:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
 
 
-def replaced_line(count: int, example: str) -> str:
-    return f"note  unreadable training images were replaced {count:,} times, such as {example}"
+def replaced_line(count: int, example: str | None) -> str:
+    """How often an unreadable image was replaced on all ranks, with one that this rank met."""
+    times = "once" if count == 1 else f"{count:,} times"
+    return f"note  unreadable training images were replaced {times}" + (f", such as {example}" if example else "")
 
 
 def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:
@@ -100,6 +100,7 @@ def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[
 
 
 def _files(folder: Path) -> str:
-    saved = ",".join(name for name in ("best", "last") if (folder / "checkpoints" / f"{name}.ckpt").is_file())
+    saved = [name for name in ("best", "last") if (folder / "checkpoints" / f"{name}.ckpt").is_file()]
+    checkpoints = f"checkpoints/{{{','.join(saved)}}}.ckpt" if len(saved) > 1 else f"checkpoints/{''.join(saved)}.ckpt"
     found = [name for name in ("curves.png", "metrics.csv", "config.yaml") if (folder / name).is_file()]
-    return ", ".join([f"checkpoints/{{{saved}}}.ckpt"] * bool(saved) + found)
+    return ", ".join([checkpoints] * bool(saved) + found)

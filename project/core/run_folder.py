@@ -19,7 +19,7 @@ def new_run_folder(root: Path) -> Path:
                 return runs / str(number)
             except FileExistsError:
                 number += 1
-    except (PermissionError, NotADirectoryError) as error:
+    except OSError as error:
         raise UserError(
             f"Cannot write the run folder {runs}: {error.strerror}. Name another --trainer.default_root_dir."
         ) from error

@@ -34,6 +34,11 @@ class TrainMetrics(Callback):
         return self._epoch_images * world_size / seconds, self._epoch_waited / seconds
 
     @property
+    def epoch_loss(self) -> float:
+        """Mean training loss of this epoch over all ranks."""
+        return self._epoch_loss / self._epoch_batches
+
+    @property
     def latest(self) -> dict[str, float]:
         """The newest training row, empty before the first."""
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
@@ -46,6 +51,7 @@ class TrainMetrics(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
+        self._epoch_loss, self._epoch_batches = 0.0, 0.0
         self._restart(pl_module)
 
     def _restart(self, pl_module: LightningModule) -> None:
@@ -106,6 +112,8 @@ class TrainMetrics(Callback):
             self._pending = None
             loss, batches = late.read()
             row["train/loss"] = loss / batches
+            self._epoch_loss += loss
+            self._epoch_batches += batches
             self.history.append(row)
             values = {name: value for name, value in row.items() if name != "step"}
             for logger in trainer.loggers:

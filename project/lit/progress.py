@@ -123,7 +123,7 @@ class TrainingProgress(ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             images_per_s, wait = self.metrics.epoch_speed(trainer.world_size)
             line = epoch_line(
-                self.metrics.latest,
+                self.metrics.epoch_loss,
                 trainer.callback_metrics,
                 seconds=time.monotonic() - self._epoch_began,
                 images_per_s=images_per_s,

@@ -28,7 +28,7 @@ class ClosingLine(Callback):
         replaced = self.metrics.replaced
         counts = trainer.strategy.reduce(pl_module.normalize.mean.new_tensor(len(replaced)), reduce_op="sum")
         if int(counts):
-            first = pl_module.data.splits.train.path(replaced[0]) if replaced else "see the other ranks"
+            first = pl_module.data.splits.train.path(replaced[0]) if replaced else None
             pl_module.print(replaced_line(int(counts), first))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,6 +1,10 @@
 """From a command line to an exit code: refuse what cannot work, start the ranks, run Lightning in each."""
 
+import signal
+import sys
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from project.core.arguments import expand, flag_value
 from project.core.checkpoint import RECORD, read_checkpoint
@@ -55,13 +59,27 @@ def fit(arguments: list[str]) -> int:
     code = _start_ranks(cli, [*arguments, *decided])
     if code is not None:
         return code
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
+    try:
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
+    except SIGTERMException:  # which would end the process with code 0
+        return _ended_by(signal.SIGTERM)
+    except SystemExit:
+        if cli.trainer.interrupted:  # by Ctrl-C, for which Lightning's code is 1
+            return _ended_by(signal.SIGINT)
+        raise
     return 0
+
+
+def _ended_by(number: signal.Signals) -> int:
+    sys.stderr.write(f"ended by {number.name}; --ckpt_path last goes on from the last whole epoch\n")
+    return 128 + number
 
 
 def validate(arguments: list[str]) -> int:
     quiet()
     expanded = expand(arguments, default_config=False)
+    if {"-h", "--help"} & set(expanded):
+        ValidateCLI(expanded)  # prints and exits
     record, defaults = _describe(flag_value(expanded, "--ckpt_path"), flag_value(expanded, "--weights"))
     given = flag_value(expanded, "--data.root")
     if given is not None and given != defaults.get("data.root"):

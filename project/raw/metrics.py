@@ -53,12 +53,18 @@ class TrainMetrics:
         self.begin_epoch()
 
     @property
+    def epoch_loss(self) -> float:
+        """Mean training loss of this epoch over all ranks."""
+        return self._epoch_loss / self._epoch_batches
+
+    @property
     def latest(self) -> dict[str, float]:
         """The newest training row, empty before the first."""
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
 
     def begin_epoch(self) -> None:
         self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
+        self._epoch_loss, self._epoch_batches = 0.0, 0.0
         self.restart()
 
     def epoch_speed(self) -> tuple[float, float]:
@@ -109,5 +115,7 @@ class TrainMetrics:
         self._pending = None
         loss, batches = late.read()
         row["train/loss"] = loss / batches
+        self._epoch_loss += loss
+        self._epoch_batches += batches
         self.history.append(row)
         return [row]

@@ -27,7 +27,7 @@ class Progress:
     def validated(self, metrics: TrainMetrics, values: dict[str, float]) -> None:
         images_per_s, wait = metrics.epoch_speed()
         seconds = time.monotonic() - self.began
-        line = epoch_line(metrics.latest, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
+        line = epoch_line(metrics.epoch_loss, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
         self._print(f"{self.epoch}: {line}")
 
     def _print(self, line: str) -> None:

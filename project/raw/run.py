@@ -129,6 +129,6 @@ def train(settings: Settings, ranks: Ranks) -> None:
     if ranks.is_first:
         first = run.metrics.replaced
         if replaced:
-            example = splits.train.path(first[0]) if first else "see the other ranks"
+            example = splits.train.path(first[0]) if first else None
             print(replaced_line(replaced, example))
         print("\n".join(closing_lines(run.metrics.history, folder)), flush=True)
