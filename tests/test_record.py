@@ -29,13 +29,14 @@ def test_equal_hashes_mean_equal_type_shape_and_bytes() -> None:
 def test_a_sketch_is_linear_and_estimates_the_size_of_a_difference() -> None:
     generator = np.random.default_rng(1)
     for size in (1, 10, 1024, 5000, 300_000):
-        x, y = generator.standard_normal((2, size))
-        np.testing.assert_allclose(sketch(x) - sketch(y), sketch(x - y), atol=1e-8)
-        estimate = distance(digest(torch.from_numpy(x)), digest(torch.from_numpy(y)))
-        assert estimate == pytest.approx(float(np.linalg.norm(x - y)), rel=0.6)
-    one = np.zeros(5000)
-    one[4321] = -3.0
-    assert set(np.abs(sketch(one))) == {3.0}  # a single element is seen at its size by each projection
+        x, y = torch.from_numpy(generator.standard_normal((2, size)))
+        np.testing.assert_allclose(sketch(x)[0] - sketch(y)[0], sketch(x - y)[0], atol=1e-8)
+        assert sketch(x)[1] == pytest.approx(x.abs().sum().item())
+        assert distance(digest(x), digest(y)) == pytest.approx((x - y).norm().item(), rel=0.6)
+    for position in (0, 4321, 64 * 1024, 69_999):  # in the first block, and in the last, incomplete one
+        one = torch.zeros(70_000)
+        one[position] = -3.0
+        assert set(sketch(one)[0].abs().tolist()) == {3.0}  # a single element is seen at its size by each projection
     assert np.isnan(read_sketch(digest(torch.tensor([1.0, float("nan")])))).all()
 
 

@@ -6,7 +6,7 @@
     {"event": "step", "step", "epoch", "lr": [per parameter group], "batches": [{"index", "images", "target", "logits",
         "loss"} per accumulated batch], "local", "reduced", "weights", "optimizer", "buffers": {name: tensor}}
     {"event": "validation", "epoch", "step", "metrics": {...}, "batches": [{"images", "logits"}]}
-    {"event": "checkpoint", "name", "state_dict": {name: tensor}, "record": {key: value or tensor}}
+    {"event": "checkpoint", "name", "keys": [of the file], "state_dict": {name: tensor}, "record": {key: value or tensor}}
     {"event": "end", "steps"}
 
 `step` counts optimizer steps from 0 over the whole training. `images` are what the network got, normalised. `local` is a
@@ -15,9 +15,14 @@ fp16 both are still multiplied by the loss scale, and a step that overflows, whi
 `weights`, `optimizer` and `buffers` are as the step left them, `lr` is what it used. Numbers are exact: a float in JSON is
 Python's repr, which reads back as the same bits.
 
-A tensor is {"type", "shape", "hash", "sketch"}. Equal hashes mean equal bytes, type and shape. The sketch is 16 float64
+A tensor is {"type", "shape", "hash", "sketch", "sum"}. Equal hashes mean equal bytes, type and shape. The sketch is 16 float64
 numbers (little-endian, base64), linear in the tensor: the difference of two sketches is the sketch of the difference, and its
 root mean square estimates the norm of that difference, with a standard error of about 18 %. NaN in a tensor is NaN in all 16.
+"sum" is the sum of absolute values. Optimizer states and checkpoints, most of the bytes, have type, shape and hash only.
+
+Two environment variables ask for more. LOCKSTEP_RECORD_TENSORS=0,8 also stores the gradients of steps 0 and 8 themselves:
+each rank's local ones, and rank 0's reduced ones, in FOLDER/step-<n>-rank-<r>.pt; `first` stands for the first step of each of
+the first two epochs. LOCKSTEP_RECORD_UNTIL=5 ends the process after step 5, and stores all tensors of that step.
 
 Everything is observed by hooks of torch. They copy and compute; they change nothing.
 """
@@ -29,6 +34,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -44,8 +50,18 @@ from project.core.data import ResumableLoader
 from project.core.errors import UserError
 from project.core.weights import extract_state_dict
 
-_OF_THE_RUN = ("train/images_per_s", "train/data_wait", "path")  # in a checkpoint: times and places, left out
+PROJECTIONS = 16
 _COLUMNS = 1024
+_BLOCK = 64  # rows
+
+# What two equal trainings may say differently in their checkpoints, by the key in the record, and why; not recorded.
+OF_THE_RUN = {
+    "train/images_per_s": "a measured time",
+    "train/data_wait": "a measured time",
+    "path": "where the best checkpoint lies: each run has a folder of its own",
+}
+
+TENSORS, UNTIL = "LOCKSTEP_RECORD_TENSORS", "LOCKSTEP_RECORD_UNTIL"
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "torchmetrics")
 _VARIABLES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 
@@ -53,42 +69,48 @@ _VARIABLES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_P
 # A tensor in a few bytes
 
 
-@lru_cache(maxsize=256)
-def _signs(count: int, stream: int) -> np.ndarray:
-    """float64 [4, count] of 1 and -1, the same on every machine: bits of splitmix64 (doi:10.1145/2660193.2660195)."""
+@lru_cache(maxsize=64)
+def _signs(count: int, stream: int) -> Tensor:
+    """float64 [16, count] of 1 and -1, the same on every machine: bits of splitmix64 (doi:10.1145/2660193.2660195)."""
     z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream << 32)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    bits = (z >> np.arange(4, dtype=np.uint64)[:, None]) & np.uint64(1)
-    return 1.0 - 2.0 * bits.astype(np.float64)
+    bits = (z >> np.arange(PROJECTIONS, dtype=np.uint64)[:, None]) & np.uint64(1)
+    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64))
 
 
-def sketch(values: np.ndarray) -> np.ndarray:
-    """float64 [16]: projections of a flat float64 array onto fixed random signs.
+def sketch(values: Tensor) -> tuple[Tensor, float]:
+    """Projections of a flat tensor onto 16 fixed random signs, float64 [16], and the sum of its absolute values.
 
-    The sign of an element is that of its row times that of its column, in rows of 1024 elements. 4 choices for rows and 4 for
-    columns make 16 uncorrelated projections, and of a large tensor one thin matrix product.
+    The sign of an element is the product of one for its row and one for its column of 1024, so that 16 projections of a
+    large tensor are thin matrix products, of blocks that fit in a core's cache.
     """
-    rows, rest = divmod(len(values), _COLUMNS)
-    whole = values[: rows * _COLUMNS].reshape(rows, _COLUMNS)
-    sums = _signs(rows + 1, 1)[:, :rows] @ whole
-    sums[:, :rest] += _signs(rows + 1, 1)[:, rows:] * values[rows * _COLUMNS :]
-    return (sums @ _signs(_COLUMNS, 2).T).reshape(-1)
+    rows = max(1, -(-len(values) // _COLUMNS))
+    signs = _signs(rows, 1)
+    table, total = torch.zeros(PROJECTIONS, _COLUMNS, dtype=torch.float64), 0.0
+    for row in range(0, rows, _BLOCK):
+        block = values[row * _COLUMNS : (row + _BLOCK) * _COLUMNS].double()
+        whole = len(block) // _COLUMNS
+        table.addmm_(signs[:, row : row + whole], block[: whole * _COLUMNS].view(whole, _COLUMNS))
+        rest = block[whole * _COLUMNS :]
+        if len(rest):
+            table[:, : len(rest)] += signs[:, row + whole, None] * rest
+        total += block.abs().sum().item()
+    return (table * _signs(_COLUMNS, 2)).sum(dim=1), total
 
 
-def digest(tensor: Tensor) -> dict[str, Any]:
-    """A tensor's type, shape, hash and sketch."""
+def digest(tensor: Tensor, *, sketched: bool = True) -> dict[str, Any]:
+    """A tensor's type, shape and hash, and with `sketched` its sketch and the sum of its absolute values."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     hashed = hashlib.sha256(f"{kind}{shape}".encode())
     hashed.update(flat.view(torch.uint8).numpy().data)
-    return {
-        "type": kind,
-        "shape": shape,
-        "hash": hashed.hexdigest()[:32],
-        "sketch": base64.b64encode(sketch(flat.double().numpy()).astype("<f8").tobytes()).decode(),
-    }
+    found: dict[str, Any] = {"type": kind, "shape": shape, "hash": hashed.hexdigest()[:32]}
+    if sketched:
+        projections, total = sketch(flat)
+        found |= {"sketch": base64.b64encode(projections.numpy().astype("<f8").tobytes()).decode(), "sum": total}
+    return found
 
 
 def read_sketch(tensor: Mapping[str, Any]) -> np.ndarray:
@@ -97,18 +119,18 @@ def read_sketch(tensor: Mapping[str, Any]) -> np.ndarray:
 
 
 def distance(tensor: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Euclidean norm of the difference of two recorded tensors of one shape, estimated from their sketches."""
+    """Euclidean norm of the difference of two sketched tensors of one shape, estimated."""
     return math.sqrt(float(np.mean((read_sketch(tensor) - read_sketch(other)) ** 2)))
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     """Nested dicts and lists of rows as one dict; tensors become digests."""
     if isinstance(value, dict):
-        parts = ((str(name), part) for name, part in value.items() if name not in _OF_THE_RUN)
+        parts = ((str(name), part) for name, part in value.items() if name not in OF_THE_RUN)
     elif isinstance(value, list) and any(isinstance(part, dict | list | Tensor) for part in value):
         parts = ((str(number), part) for number, part in enumerate(value))
     else:
-        return {key: digest(value) if isinstance(value, Tensor) else value}
+        return {key: digest(value, sketched=False) if isinstance(value, Tensor) else value}
     return {name: leaf for k, part in parts for name, leaf in _flatten(part, f"{key}/{k}" if key else k).items()}
 
 
@@ -152,7 +174,13 @@ class Recorder:
         self._batches: list[dict[str, Any]] = []
         self._val_batches: list[dict[str, Any]] = []
         self._local: dict[str, Tensor] = {}
-        self._reduced: dict[str, Tensor] = {}
+        self._reduced: dict[str, dict[str, Any]] = {}
+        self._folder, self._rank = path.parent, rank
+        self._wanted = os.environ.get(TENSORS, "").split(",")
+        self._until = int(os.environ.get(UNTIL, -1))
+        self._epochs: list[int] = []
+        self._store = False  # the running step's gradients
+        self._kept: dict[str, Any] = {}
         self._in_backward = False
         self._steps = 0
 
@@ -193,12 +221,20 @@ class Recorder:
 
     def _batch(self, epoch: int, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         self._epoch = epoch
+        if not self._batches:
+            begins = epoch not in self._epochs
+            self._epochs += [epoch] * begins
+            first = begins and len(self._epochs) <= 2 and "first" in self._wanted
+            self._store = first or str(self._step) in self._wanted or self._step == self._until
         self._batches.append({"index": batch[2].tolist()})
 
     def _forward(self, model: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
         seen = {"images": digest(inputs[0]), "logits": digest(logits)}
         if model.training:
             self._batches[-1].update(seen)
+            if self._step == self._until:
+                self._kept.setdefault("images", []).append(inputs[0].clone())
+                self._kept.setdefault("logits", []).append(logits.detach().clone())
         else:
             self._val_batches.append(seen)
 
@@ -219,14 +255,18 @@ class Recorder:
 
     def _reduce(self) -> None:
         self._in_backward = False
-        self._reduced = {name: p.grad.clone() for p, name in self._names.items() if p.grad is not None}
+        reduced = {name: p.grad for p, name in self._names.items() if p.grad is not None}
+        self._reduced = {name: digest(value) for name, value in reduced.items()}
+        if self._store and (self._rank == 0 or self._step == self._until):
+            self._kept["reduced"] = {name: value.cpu().clone() for name, value in reduced.items()}
 
     def _update(self, optimizer: optim.Optimizer, *_: Any) -> None:
         state = {
-            f"{self._names[parameter]}/{key}": digest(value) if isinstance(value, Tensor) else value
+            f"{self._names[parameter]}/{key}": value
             for parameter, values in optimizer.state.items()
             for key, value in values.items()
         }
+        weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         self._write(
             "step",
             step=self._step,
@@ -234,14 +274,28 @@ class Recorder:
             lr=[group["lr"] for group in optimizer.param_groups],
             batches=self._batches,
             local={name: digest(value) for name, value in self._local.items()},
-            reduced={name: digest(value) for name, value in self._reduced.items()},
-            weights={name: digest(value) for name, value in self.model.named_parameters()},
-            optimizer=state,
-            buffers={name: digest(value) for name, value in self.model.named_buffers()},
+            reduced=self._reduced,
+            weights={name: digest(value) for name, value in weights.items()},
+            optimizer={k: digest(value, sketched=False) if isinstance(value, Tensor) else value for k, value in state.items()},
+            buffers={name: digest(value) for name, value in buffers.items()},
         )
+        if self._store:
+            self._kept["local"] = self._local
+        if self._step == self._until:
+            self._kept |= {"weights": weights, "optimizer": state, "buffers": buffers}
+        self._write_tensors()
         self._step += 1
         self._steps += 1
         self._batches, self._local, self._reduced = [], {}, {}
+
+    def _write_tensors(self) -> None:
+        """Write the tensors that were asked for, and end here if that was asked for."""
+        if self._kept:
+            torch.save(self._kept, tensor_file(self._folder, step=self._step, rank=self._rank))
+            self._kept = {}
+        if self._step == self._until:
+            sys.stdout.flush()
+            os._exit(0)  # at once: no rank waits for another any more, and no loop can take this for a failure
 
     def validation(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> None:
         self._write("validation", epoch=epoch, step=step, metrics=dict(metrics), batches=self._val_batches)
@@ -252,13 +306,18 @@ class Recorder:
         content = read_checkpoint(os.fspath(path))
         tensors = extract_state_dict(content, path=os.fspath(path), flag="--record")
         record = _flatten(content[RECORD])
-        state = {name: digest(value) for name, value in tensors.items()}
-        self._write("checkpoint", name=Path(path).name, state_dict=state, record=record)
+        state = {name: digest(value, sketched=False) for name, value in tensors.items()}
+        self._write("checkpoint", name=Path(path).name, keys=sorted(content), state_dict=state, record=record)
 
     def close(self) -> None:
         """A file without this last line is of a run that did not end well."""
         self._write("end", steps=self._steps)
         self._file.close()
+
+
+def tensor_file(folder: str | os.PathLike[str], *, step: int, rank: int) -> Path:
+    """Where the tensors of a step are, if they were asked for."""
+    return Path(folder) / f"step-{step}-rank-{rank}.pt"
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
@@ -269,5 +328,8 @@ def read_record(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]
     runs = {}
     for path in found:
         with path.open() as file:
-            runs[int(path.stem.removeprefix("rank-"))] = [json.loads(line) for line in file]
+            try:
+                runs[int(path.stem.removeprefix("rank-"))] = [json.loads(line) for line in file]
+            except ValueError as error:
+                raise UserError(f"{path} is no record, or it breaks off within a line: {error}") from error
     return runs

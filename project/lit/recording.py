@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
@@ -34,6 +35,11 @@ class Recording(Callback):
                 "seed": pl_module.data.seed,
                 "precision": trainer.precision,
                 "accumulate": trainer.accumulate_grad_batches,
+                "samples": len(pl_module.data.splits.train),
+                "val_samples": len(pl_module.data.splits.val),
+                "limit_train_batches": trainer.limit_train_batches,
+                "limit_val_batches": trainer.limit_val_batches,
+                "backend": dist.get_backend() if dist.is_initialized() else None,
             },
         )
         trainer.strategy.checkpoint_io = RecordingIO(trainer.strategy.checkpoint_io, self.recorder)

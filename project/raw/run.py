@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from project.core.arguments import expand
 from project.core.checks import check_batches, check_resume, check_weights
@@ -83,14 +84,20 @@ def use_deterministic(mode: bool | str | None, benchmark: bool | None) -> None:
     torch.backends.cudnn.benchmark = bool(benchmark) and not mode
 
 
-def describe(settings: Settings) -> dict[str, Any]:
+def describe(settings: Settings, splits: Splits) -> dict[str, Any]:
     """What a record says of the run, as the Lightning trainer says it."""
+    limits = [settings.trainer.limit_train_batches, settings.trainer.limit_val_batches]
     return {
         "model": asdict(settings.model),
         "data": asdict(settings.data),
         "seed": settings.seed,
         "precision": settings.trainer.precision,
         "accumulate": settings.trainer.accumulate_grad_batches,
+        "samples": len(splits.train),
+        "val_samples": len(splits.val),
+        "limit_train_batches": 1.0 if limits[0] is None else limits[0],
+        "limit_val_batches": 1.0 if limits[1] is None else limits[1],
+        "backend": dist.get_backend() if dist.is_initialized() else None,
     }
 
 
@@ -112,7 +119,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
                 run = Trainer(trainer, ranks, module, data, folder)
             else:
                 run = RecordedTrainer(trainer, ranks, module, data, folder)
-                run.record_to(settings.record, describe(settings))
+                run.record_to(settings.record, describe(settings, splits))
             run.fit(settings.ckpt_path)
             replaced = run.count_replaced()
         except Exception as error:

@@ -1,0 +1,59 @@
+"""Train with both trainers and compare them, bit for bit: `python -m project.compare --devices 2`.
+
+python -m project.compare [--config FILE] [any flag of the trainers] [--out DIR]
+python -m project.compare --runs A B        two runs that were recorded with --record A, --record B
+
+Exit code 0: equivalent; 1: not; 2: could not tell.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from project.core.errors import UserError
+from project.core.launch import run_command
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The comparison's own flags, and all others, which are the trainers'."""
+    parser = Parser(
+        prog="python -m project.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, help="Write runs, records and report here; by default comparisons/0, 1, 2 ...")
+    parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records; run nothing.")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
+    parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
+    own, others = parser.parse_known_args(arguments)
+    if own.runs and others:
+        raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
+    return own, others
+
+
+def main() -> int:
+    from project.parity.comparison import Request, compare_folders, compare_trainers, default_arguments, new_folder
+    from project.parity.report import write_report
+    from project.parity.verdict import lines
+
+    own, others = parse(sys.argv[1:])
+    out = new_folder(own.out)
+    if own.runs:
+        outcome = compare_folders(*own.runs)
+    else:
+        arguments, note = default_arguments(others)
+        print(note, flush=True)
+        outcome = compare_trainers(Request(out, arguments, own.timeout, keep=own.keep))
+    print("\n".join(lines(outcome, str(write_report(outcome, out)))), flush=True)
+    return 0 if outcome.equivalent else 1
+
+
+if __name__ == "__main__":
+    run_command(main)

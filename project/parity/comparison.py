@@ -1,0 +1,244 @@
+"""The story of a comparison: train twice, compare, exchange the checkpoints, train on, compare again."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from project.core.arguments import flag_value
+from project.core.errors import UserError
+from project.core.record import TENSORS, UNTIL, tensor_file
+from project.parity.checks import compare_runs, first_difference
+from project.parity.run import CannotTell, Finding, Run, load_run
+from project.parity.sizes import Size, measure_checkpoints, measure_step, repeats
+from project.parity.trainers import LIGHTNING, RAW, Trained, start, train
+
+EPOCHS, BATCHES = 2, 8  # of the default: with the recording of every step, within four minutes on two cores
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare.
+
+    Attributes:
+        out: Folder for everything that is written; empty, or not there yet.
+        arguments: For both trainers, as a user gives them.
+        timeout: Seconds that each training may take.
+        raw: How the raw trainer is started; something else breaks it on purpose.
+        keep: Leave checkpoints and tensors of an equivalent comparison where they are.
+        measures: Repeat the runs where they differ, to state by how much.
+    """
+
+    out: Path
+    arguments: tuple[str, ...]
+    timeout: float = 1800.0
+    raw: tuple[str, ...] = RAW
+    keep: bool = False
+    measures: bool = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Two runs and what the checks say of them.
+
+    Attributes:
+        title: What both did.
+        seconds: Wall time of the two runs, as recorded.
+        first: Where they begin to differ; None where they are equal.
+        sizes: Of the tensors at the first difference, where they were measured.
+        remark: What measuring showed besides.
+    """
+
+    title: str
+    a: Run
+    b: Run
+    findings: list[Finding]
+    seconds: tuple[float, float] | None = None
+    sizes: list[Size] = field(default_factory=list)
+    remark: str = ""
+
+    @property
+    def first(self) -> Finding | None:
+        return first_difference(self.findings)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison found.
+
+    Attributes:
+        stages: In the order in which they were run; a later one only where the earlier are equal.
+        left_out: Stages that were not run, and why.
+    """
+
+    stages: list[Stage]
+    arguments: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def differing(self) -> Stage | None:
+        return next((stage for stage in self.stages if stage.first is not None), None)
+
+    @property
+    def equivalent(self) -> bool:
+        return self.differing is None
+
+
+def new_folder(out: Path | None) -> Path:
+    """`--out`, or comparisons/0, 1, 2 ...: the first that does not exist.
+
+    Raises:
+        UserError: it holds something.
+    """
+    if out is None:
+        root = Path("comparisons")
+        number = next(k for k in itertools.count() if not (root / str(k)).exists())
+        out = root / str(number)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not empty. Name a new folder, or remove that one.")
+    return out
+
+
+def default_arguments(given: list[str]) -> tuple[tuple[str, ...], str]:
+    """The trainers' flags; without a recipe or data, two short epochs of the digits. And a line that says which."""
+    names = {argument.partition("=")[0] for argument in given}
+    added = ["--trainer.deterministic", "true"] if on_gpu(given) and "--trainer.deterministic" not in names else []
+    if names & {"-c", "--config", "--data.root"}:
+        return (*given, *added), "both trainers with the settings that were given"
+    if not names & {"--max_epochs", "--trainer.max_epochs", "--trainer.max_steps"}:
+        added += ["--max_epochs", str(EPOCHS)]
+    note = "both trainers on the digits"
+    if "--trainer.limit_train_batches" not in names:
+        added += ["--trainer.limit_train_batches", str(BATCHES)]
+        note += f", {BATCHES} batches per rank and epoch (all: --trainer.limit_train_batches 1.0)"
+    return (*given, *added), note
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[None]:
+    print(f"{title:60}", end="", flush=True)
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        print(f"{time.monotonic() - began:6.0f} s", flush=True)
+
+
+def _environment(arguments: Sequence[str]) -> dict[str, str]:
+    """On GPUs equal bits need deterministic algorithms, in both."""
+    if not on_gpu(arguments):
+        return {}
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+
+
+def on_gpu(arguments: Sequence[str]) -> bool:
+    given = [flag_value(list(arguments), flag) for flag in ("--accelerator", "--trainer.accelerator")]
+    return "cpu" not in given and torch.cuda.is_available()
+
+
+def compare_trainers(request: Request) -> Outcome:
+    """Train with both from the start, and if they are equal, with each from the other's checkpoint.
+
+    Raises:
+        CannotTell: a training failed, or left no whole record.
+    """
+    if "--record" in {argument.partition("=")[0] for argument in request.arguments}:
+        raise UserError("--record: both runs are recorded below --out. Leave the flag out.")
+    stage, lit, raw = _run_both(request, "from the start", ("lit", "raw"), request.arguments, [], **{TENSORS: "first"})
+    stages = [stage]
+    left_out: tuple[str, ...] = ()
+    if stage.first is None:
+        if lit.checkpoint is None or raw.checkpoint is None:
+            left_out = ("resuming from each other's checkpoint: none was written",)
+        else:
+            more = _one_more_epoch(raw.run)
+            ckpt_paths = [raw.checkpoint, lit.checkpoint]
+            arguments = (*request.arguments, *more)
+            stages.append(
+                _run_both(request, "from the other's checkpoint", ("lit-resumed", "raw-resumed"), arguments, ckpt_paths)[0]
+            )
+    outcome = Outcome(stages, request.arguments, left_out)
+    if outcome.equivalent and not request.keep:
+        _remove_large(request.out)
+    return outcome
+
+
+def _one_more_epoch(run: Run) -> list[str]:
+    """Flags with which a training goes on to the end of the next whole epoch."""
+    last = [event for event in run.events(0, "checkpoint") if event["name"] == "last.ckpt"][-1]["record"]
+    return ["--max_epochs", str(last["epoch"] + 1 + bool(last["complete"])), "--trainer.max_steps", "-1"]
+
+
+def _run_both(
+    request: Request,
+    title: str,
+    folders: tuple[str, str],
+    arguments: Sequence[str],
+    ckpt_paths: Sequence[Path],
+    **env: str,
+) -> tuple[Stage, Trained, Trained]:
+    names = ("Lightning trainer", "raw trainer")
+    trained: list[Trained] = []
+    full = [[*arguments, *(["--ckpt_path", str(ckpt_paths[k])] if ckpt_paths else [])] for k in (0, 1)]
+    env = {**_environment(arguments), **env}
+    commands = (LIGHTNING, request.raw)
+    for k in (0, 1):
+        with _progress(f"{names[k]}, {title}"):
+            folder = request.out / folders[k]
+            trained.append(train(commands[k], full[k], folder, name=names[k], timeout=request.timeout, **env))
+    with _progress("compared"):
+        a, b = (each.run for each in trained)
+        stage = Stage(title, a, b, compare_runs(a, b), (trained[0].seconds, trained[1].seconds))
+    if stage.first is not None and request.measures:
+        stage = _measured(request, stage, trained, full, env)
+    return stage, trained[0], trained[1]
+
+
+def _measured(request: Request, stage: Stage, trained: list[Trained], arguments: list[list[str]], env: dict[str, str]) -> Stage:
+    """The stage with the true sizes of its first difference, from both runs repeated up to that step."""
+    first = stage.first
+    assert first is not None
+    if first.phase == "checkpoint" and all(each.checkpoint for each in trained):
+        sizes = list(measure_checkpoints(*[each.checkpoint for each in trained if each.checkpoint]))
+        return replace(stage, sizes=sizes)
+    if first.step is None or first.phase in ("environment", "metric", "checkpoint"):
+        return stage
+    step, world_size = first.step, stage.a.world_size
+    folders = [request.out / f"{each.folder.name}-to-step-{step}" for each in trained]
+    with _progress(f"both repeated up to step {step}, to measure the difference"):
+        for command, given, folder in zip((LIGHTNING, request.raw), arguments, folders, strict=True):
+            start(command, given, folder, timeout=request.timeout, **{**env, UNTIL: str(step)})
+    records = [folder / "record" for folder in folders]
+    if not all(tensor_file(record, step=step, rank=rank).is_file() for record in records for rank in range(world_size)):
+        return replace(stage, remark="The repeated runs did not reach this step, so the sizes are estimates from sketches.")
+    sizes = measure_step(*records, step=step, world_size=world_size)
+    same = [repeats(each.run, record, step=step) for each, record in zip(trained, records, strict=True)]
+    remark = ""
+    if not all(same):
+        who = " and ".join(each.run.name for each, ok in zip(trained, same, strict=True) if not ok)
+        remark = f"Repeated, the {who} did not have the same bits again: it is not deterministic."
+    return replace(stage, sizes=sizes, remark=remark)
+
+
+def _remove_large(folder: Path) -> None:
+    """Checkpoints and tensors; records, settings and logs stay."""
+    for pattern in ("*.ckpt", "step-*-rank-*.pt"):
+        for file in folder.rglob(pattern):
+            file.unlink()
+
+
+def compare_folders(a: Path, b: Path) -> Outcome:
+    """Two runs that were recorded earlier; they may have had other versions or settings, which is noted.
+
+    Raises:
+        CannotTell: one is empty or broken, or they have other numbers of ranks.
+    """
+    if a.resolve() == b.resolve():
+        raise CannotTell(f"--runs {a} {b}: this is one record; it equals itself.")
+    runs = load_run(a, name="A"), load_run(b, name="B")
+    stage = Stage("two recorded runs", *runs, compare_runs(*runs, alike=False))
+    return Outcome([stage], left_out=("resuming: two records were compared, nothing was run",))

@@ -1,0 +1,106 @@
+"""Start a trainer as a user would, in a clean process of its own, and read what it left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from project.core.record import TENSORS, UNTIL
+from project.core.run_folder import newest_checkpoint
+from project.parity.run import CannotTell, Run, load_run
+
+LIGHTNING = (sys.executable, "-m", "project.fit")
+RAW = (sys.executable, "-m", "project.fit_raw")
+
+_STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
+_STALE |= {"ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", TENSORS, UNTIL}
+_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that ended well.
+
+    Attributes:
+        run: What it recorded.
+        folder: Its run folder's parent, and its output.
+        seconds: Wall time from start to end.
+    """
+
+    run: Run
+    folder: Path
+    seconds: float
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return newest_checkpoint(self.folder)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's, without what some other launch has left in it."""
+    kept = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, name: str, timeout: float, **env: str) -> Trained:
+    """Run a trainer to its end, recorded to FOLDER/record.
+
+    Args:
+        command: How it is started.
+        arguments: As a user gives them; where to write is added.
+        folder: For its run folder, record and output.txt; made here.
+        name: How to call it.
+        timeout: Seconds after which it is ended.
+        env: More environment variables.
+
+    Raises:
+        CannotTell: it failed, or left no whole record. The message ends with the trainer's own.
+    """
+    started = time.monotonic()
+    code = start(command, arguments, folder, timeout=timeout, **env)
+    if code is None:
+        raise CannotTell(f"The {name} took more than {timeout:.0f} s (--timeout). Its output so far:\n{_end(folder)}")
+    if code != 0:
+        raise CannotTell(f"The {name} ended with exit code {code}. Its own message:\n{_end(folder)}")
+    return Trained(load_run(folder / "record", name=name), folder, time.monotonic() - started)
+
+
+def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, timeout: float, **env: str) -> int | None:
+    """The exit code, or None where it had to be ended; its ranks end with it."""
+    folder.mkdir(parents=True)
+    where = ["--record", str(folder / "record"), "--trainer.default_root_dir", str(folder)]
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [*command, *arguments, *where],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=clean_environment(**env),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The trainer and what is left in its group; each rank watches its launcher and ends by itself."""
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def _end(folder: Path, lines: int = 15) -> str:
+    text = (folder / "output.txt").read_text(errors="replace").replace("\r", "\n").rstrip().splitlines()
+    return "\n".join([line for line in text if line.strip()][-lines:])

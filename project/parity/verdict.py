@@ -1,0 +1,232 @@
+"""A comparison in words: what was shown and what was not, the checks, the first difference and its usual causes."""
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from project.parity.comparison import Outcome, Stage
+from project.parity.run import Finding
+from project.parity.sizes import Size
+
+CAUSES = {
+    "environment": (
+        "other versions of torch or of what it calls, another number of threads, another processor",
+        "a flag that only one of the two was given",
+    ),
+    "data": (
+        "no set_epoch, or another sampler seed: the same samples in another order",
+        "shuffle in one only; a sampler that every rank builds for itself, so that ranks overlap",
+        "drop_last, padding or a limit that is not the same",
+        "augmentation keyed by the position in the batch, the worker or the rank instead of the sample",
+    ),
+    "forward": (
+        "weights or buffers that differ before this step: another seed, one rank changed after the DDP wrap",
+        "train and eval mode confused, another precision, another loss or label smoothing",
+        "buffers that one run synchronises and the other does not",
+    ),
+    "local gradient": (
+        "the loss scaled: by the number of ranks, or by the accumulated batches in a short last window",
+        "zero_grad at another place of the accumulation window",
+    ),
+    "reduced gradient": (
+        "the module called in place of its DDP wrapper, or no_sync around the last backward: nothing is reduced",
+        "gradients summed instead of averaged, or reduced a second time by hand",
+        "another order of addition: another backend, algorithm or number of ranks",
+    ),
+    "schedule": (
+        "the schedule stepped per epoch instead of per step, or once too often",
+        "another number of total steps, another peak rate",
+    ),
+    "update": (
+        "clipping at another place (before the reduction), of another norm, or over parameters in another order",
+        "other settings of the optimizer: momentum, weight decay, and to which parameters it applies",
+        "a step that one of them skipped",
+    ),
+    "buffers": (
+        "BatchNorm's statistics made equal in one run only, or at another time",
+        "another forward in between: a sanity check, a validation in train mode",
+    ),
+    "metric": (
+        "padded samples counted, or an average of batches of unequal size",
+        "sums over ranks in float32, whose last bit depends on the order",
+        "validation through the bare module, with each rank's own buffers",
+    ),
+    "checkpoint": (
+        "written by another rank, or before the buffers were made equal",
+        "written before the schedule or the counters were stepped",
+        "averaged weights stored in the place of the live ones",
+    ),
+}
+
+SHARED = "That the code which both share is right: model, transforms, recipe, record."
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table of checks; the same check within either run is one line.
+
+    Attributes:
+        result: equal, holds, DIFFERS, BROKEN, or noted.
+    """
+
+    check: str
+    result: str
+    compared: int
+    detail: str
+    failed: bool
+
+
+def rows(stage: Stage) -> list[Row]:
+    found: list[Row] = []
+    between = [finding for finding in stage.findings if not finding.side]
+    for finding in between:
+        word = "noted" if finding.noted else "equal" if finding.passed else "DIFFERS"
+        found.append(Row(finding.check, word, finding.compared, _where(stage, finding), finding.failed))
+    for check in dict.fromkeys(finding.check for finding in stage.findings if finding.side):
+        both = [finding for finding in stage.findings if finding.side and finding.check == check]
+        compared = sum(finding.compared for finding in both)
+        bad = [finding for finding in both if finding.failed]
+        if bad:
+            found += [Row(check, "BROKEN", each.compared, _where(stage, each), True) for each in bad]
+        else:
+            details = list(dict.fromkeys(finding.detail for finding in both))
+            found.append(Row(check, "holds", compared, "; ".join(details), False))
+    return found
+
+
+def merged_rows(outcome: Outcome) -> list[tuple[str, str, list[Row | None]]]:
+    """One line for each check: its name, what it says where it failed or else at first, and its row in each stage."""
+    tables = [{(row.check, number): row for number, row in _numbered(rows(stage))} for stage in outcome.stages]
+    merged = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        cells = [table.get(key) for table in tables]
+        found = [row for row in cells if row is not None]
+        told = next((row for row in found if row.failed), found[0])
+        merged.append((key[0], told.detail, cells))
+    return merged
+
+
+def _numbered(table: list[Row]) -> Iterator[tuple[int, Row]]:
+    """A check that both runs break has two rows."""
+    seen: list[str] = []
+    for row in table:
+        yield seen.count(row.check), row
+        seen.append(row.check)
+
+
+def _where(stage: Stage, finding: Finding) -> str:
+    if finding.passed:
+        return finding.detail
+    who = {"a": f"{stage.a.name}: ", "b": f"{stage.b.name}: ", "": ""}[finding.side]
+    rank = "" if finding.rank is None else f", rank {finding.rank}"
+    at = "" if finding.step is None else f"step {finding.step}{rank}: "
+    return f"{at}{who}{finding.detail}"
+
+
+def headline(outcome: Outcome) -> str:
+    stage = outcome.differing
+    if stage is None:
+        return "Equivalent, bit for bit"
+    first = stage.first
+    assert first is not None
+    at = "" if first.step is None else f" from step {first.step}" if math.isfinite(first.time) else ""
+    return f"Not equivalent{at}: {first.phase}"
+
+
+def shown(outcome: Outcome) -> str:
+    """One paragraph: what was run and found equal."""
+    stage = outcome.stages[0]
+    settings, run = stage.a.settings, stage.a
+    parts = [f"{run.steps} steps"]
+    parts += [f"and {later.a.steps} more, each from the other's checkpoint" for later in outcome.stages[1:]]
+    where = f"on {run.world_size} ranks over {settings['backend']}" if run.world_size > 1 else "on one rank"
+    device = run.start["environment"]["device"] if settings["backend"] == "nccl" else "CPU"
+    what = f"{settings['model']['arch']}, {' '.join(parts)}, {where} ({device}), {settings['precision']}."
+    stored = stage.a.stored_steps()
+    exact = f" In step{'s' * (len(stored) > 1)} {' and '.join(map(str, stored))} every element was checked." if stored else ""
+    if not outcome.equivalent:
+        return what
+    return (
+        f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal to "
+        f"the bit at every step on every rank{_and_files(stage)}. Each reduced gradient is the mean of the ranks' own.{exact}"
+    )
+
+
+def _and_files(stage: Stage) -> str:
+    has = [name for name in ("validation", "checkpoint") if stage.a.events(0, name)]
+    return f", and so are {' and '.join(name + 's' for name in has)}" if has else ""
+
+
+def not_shown(outcome: Outcome) -> list[str]:
+    run = outcome.stages[0].a
+    limits = [SHARED]
+    if run.world_size == 1:
+        limits.append("Anything distributed: this was one rank. Give --devices 2 or more.")
+    if run.settings["backend"] != "nccl":
+        limits.append("Anything on GPUs and NCCL, which was not run.")
+    for kind in ("validation", "checkpoint"):
+        if not run.events(0, kind):
+            limits.append(f"The {kind}: there was none.")
+    limits += [f"{each[0].upper()}{each[1:]}." for each in outcome.left_out]
+    limits.append("Other settings, sizes and lengths than these.")
+    return limits
+
+
+def explain(stage: Stage) -> list[str]:
+    """The first difference in words."""
+    first = stage.first
+    assert first is not None
+    where = "before the first step" if not math.isfinite(first.time) else f"at step {first.step}"
+    if math.isfinite(first.time) and first.time != first.step:
+        where = f"after step {first.step}"
+    rank = "" if first.rank is None else f", rank {first.rank}"
+    who = {"a": f"In the {stage.a.name}", "b": f"In the {stage.b.name}", "": "Between the two"}[first.side]
+    words = f"{first.check}: {first.detail}" if first.side else f"{first.check} {first.detail}"
+    lines = [f"{who}, {where}{rank}, phase {first.phase}: {words}."]
+    lines += [size_line(size) for size in stage.sizes]
+    lines += [stage.remark] if stage.remark else []
+    later = sum(finding.failed for finding in stage.findings) - 1
+    if later:
+        lines.append(f"{later} other check{'s' * (later > 1)} fail{'s' * (later == 1)} as well; what follows is no news.")
+    return lines
+
+
+def size_line(size: Size) -> str:
+    count, of = size.elements
+    return (
+        f"{size.part} {size.name} on rank {size.rank}: {count:,} of {of:,} elements differ, by at most {size.largest:.3g} "
+        f"({size.relative:.2g} of the largest); first at {list(size.first)}: {size.values[0]!r} and {size.values[1]!r}"
+    )
+
+
+def lines(outcome: Outcome, report: str) -> Iterator[str]:
+    """For a terminal of 80 columns."""
+    for stage in outcome.stages:
+        table = rows(stage)
+        if stage is not outcome.stages[0] and stage.first is None:  # a table like the one above
+            yield f"{stage.title}: {len(table)} checks".ljust(36) + f"equal    {sum(row.compared for row in table):>9,}"
+            continue
+        yield ""
+        yield f"{stage.title:<36}result    compared"
+        for row in table:
+            yield f"  {row.check:<34}{row.result:<8} {row.compared:>9,}"
+    yield ""
+    yield headline(outcome).upper() if not outcome.equivalent else headline(outcome)
+    yield from _wrap(shown(outcome))
+    stage_ = outcome.differing
+    if stage_ is not None:
+        assert stage_.first is not None
+        for line in explain(stage_):
+            yield from _wrap(line)
+        yield "Usual causes:"
+        for cause in CAUSES[stage_.first.phase]:
+            yield from _wrap(f"- {cause}", more="  ")
+    yield "Not shown:"
+    for line in not_shown(outcome):
+        yield from _wrap(f"- {line}", more="  ")
+    yield f"report in {report}"
+
+
+def _wrap(text: str, more: str = "") -> list[str]:
+    return textwrap.wrap(text, 78, subsequent_indent=more, break_on_hyphens=False, break_long_words=False)
