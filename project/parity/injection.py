@@ -16,6 +16,7 @@ from project.core.config import DIGITS, DataConfig
 from project.core.index import ImageIndex, load_splits
 from project.core.record import TENSORS
 from project.parity.checks import compare_runs, first_difference
+from project.parity.comparison import Request
 from project.parity.faults import FAULTS, Fault, find_fault
 from project.parity.run import CannotTell, Finding
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
@@ -53,6 +54,18 @@ class Detection:
 def command(fault: Fault) -> tuple[str, ...]:
     """How a raw trainer with this fault is started."""
     return (sys.executable, "-m", "project.parity.faults", fault.name)
+
+
+def settings(fault: Fault, root: Path, flags: Sequence[str]) -> tuple[str, ...]:
+    """Flags for both trainers: those in which the fault matters, and then others."""
+    return (*fault.flags, "--data.root", str(root), "--trainer.enable_progress_bar", "false", *flags)
+
+
+def broken_request(name: str, out_dir: Path, flags: Sequence[str], *, timeout: float, keep: bool) -> Request:
+    """A comparison like any other, of a raw run with this fault."""
+    fault = find_fault(name)
+    arguments = settings(fault, small_digits(out_dir / "images"), flags)
+    return Request(out_dir, arguments, timeout, command(fault), keep=keep)
 
 
 def small_digits(folder: Path) -> Path:
@@ -101,18 +114,18 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
 def detect(faults: Sequence[Fault], out_dir: Path, flags: Sequence[str], *, timeout: float) -> Iterator[Detection]:
     """One by one: in each configuration its control, then its faults."""
     root = small_digits(out_dir / "images")
-    for number, configuration in enumerate(dict.fromkeys(fault.flags for fault in faults)):
-        arguments = [*configuration, "--data.root", str(root), "--trainer.enable_progress_bar", "false", *flags]
+    configurations = [[fault for fault in faults if fault.flags == own] for own in dict.fromkeys(f.flags for f in faults)]
+    for number, alike in enumerate(configurations):
+        arguments = settings(alike[0], root, flags)
         folder = out_dir / f"configuration-{number}"
         name = "Lightning trainer"
         reference = train(LIGHTNING, arguments, folder / "lit", name=name, timeout=timeout, **{TENSORS: "first"})
         stored = {TENSORS: "first"}  # of both, so that the control's reduced gradients are checked in every element
         yield _judge("(none)", "", None, RAW, reference, arguments, folder / "raw", timeout=timeout, **stored)
         _remove_large(reference.folder)
-        for fault in faults:
-            if fault.flags == configuration:
-                where = folder / fault.name
-                yield _judge(fault.name, fault.phase, fault.step, command(fault), reference, arguments, where, timeout=timeout)
+        for fault in alike:
+            where = folder / fault.name
+            yield _judge(fault.name, fault.phase, fault.step, command(fault), reference, arguments, where, timeout=timeout)
 
 
 def _judge(
