@@ -5,7 +5,9 @@ validate.py   exact evaluation of a checkpoint or of weights
 predict.py    top-5 for image files and folders
 export.py     weights for torchvision, ONNX
 fit_raw.py    train with plain torch, from the same YAML
+compare.py    train with both and compare them, bit for bit
 core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning
 lit/          the Lightning trainer: module, data, callbacks, command line
 raw/          the same by hand, one file per Lightning service
+parity/       the comparison: recorded runs in, findings and a report out
 """

@@ -9,6 +9,7 @@ Exit code 0: equivalent; 1: not; 2: could not tell.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +49,8 @@ def main() -> int:
     from project.parity.report import write_report
     from project.parity.verdict import lines
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # by an exception, so that a running trainer is ended, too
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     own, others = parse(sys.argv[1:])
     out = new_folder(own.out)
     if own.inject == "all":

@@ -11,6 +11,7 @@ import project.lit.run as run
 import project.predict
 from project.core.arguments import expand
 from project.lit.cli import TrainCLI, ValidateCLI
+from project.raw.cli import parse
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()
@@ -26,9 +27,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_command_parses(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, *arguments = shlex.split(command)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
@@ -36,6 +35,10 @@ def test_command_parses(
         arguments = expand([*arguments, "--print_config"], default_config=True)
         with pytest.raises(SystemExit) as ended:
             TrainCLI(arguments)
+        assert ended.value.code == 0
+    elif module == "project.fit_raw":
+        with pytest.raises(SystemExit) as ended:
+            parse(expand([*arguments, "--print_config"], default_config=True))
         assert ended.value.code == 0
     elif module == "project.validate":
         with pytest.raises(SystemExit) as ended:
@@ -49,7 +52,7 @@ def test_command_parses(
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`((?:core|lit)/\w+\.py)`", README):
+    for name in re.findall(r"`((?:core|lit|raw)/\w+\.py)`", README):
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name

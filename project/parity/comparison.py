@@ -17,7 +17,7 @@ from project.parity.run import CannotTell, Finding, Run, load_run
 from project.parity.sizes import Size, measure_checkpoints, measure_step, repeats
 from project.parity.trainers import LIGHTNING, RAW, Trained, start, train
 
-EPOCHS, BATCHES = 2, 8  # of the default: with the recording of every step, within four minutes on two cores
+EPOCHS, BATCHES = 2, 6  # of the default: with the recording of every step, within four minutes on two cores
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,13 @@ def list_difference(a: list[Any], b: list[Any]) -> str | None:
 
 
 def indices_difference(a: list[list[int]], b: list[list[int]]) -> str | None:
+    """Of the samples of each accumulated batch: whether others, or the same in another order."""
     if a == b:
         return None
     ours, theirs = ([i for batch in batches for i in batch] for batches in (a, b))
-    if sorted(ours) == sorted(theirs):
-        return f"are the same in another order: {ours[:4]}... and {theirs[:4]}..."
-    missing = len(set(ours) - set(theirs))
-    return f"are others, {missing} of {len(ours)}: {ours[:4]}... and {theirs[:4]}..."
+    if ours == theirs:
+        return f"are the same, in batches of {[len(batch) for batch in a]} and {[len(batch) for batch in b]}"
+    others = len(set(ours) - set(theirs))
+    how = f"are others, {others} of {len(ours)}" if others else "are the same in another order"
+    place = next((k for k, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    return f"{len(ours)} and {len(theirs)}" if place is None else f"{how}; first at {place}: {ours[place]} and {theirs[place]}"

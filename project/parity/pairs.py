@@ -127,10 +127,8 @@ def compare_pair(pair: Pair, a: Run, b: Run) -> Finding:
 
 def _said(pair: Pair, run: Run, happened: int) -> str:
     if pair.kind == "checkpoint":
-        return f"in {happened} file{'s' * (happened > 1)}, as read back"
-    count = happened // run.world_size
-    ranks = f" on each of {run.world_size} ranks" if run.world_size > 1 else ""
-    return f"at {count} {_PLURAL[pair.kind] if count > 1 else pair.kind}{ranks}"
+        return f"{happened} file{'s' * (happened > 1)}, as read back"
+    return f"every {pair.kind}" + (", every rank" if run.world_size > 1 else "")
 
 
 def _step(time: float) -> int | None:
@@ -143,8 +141,11 @@ def _earlier(first: Finding | None, found: Finding) -> Finding:
 
 
 def check_same(name: str, a: Run, b: Run, *, key: str, alike: bool) -> Finding:
-    """Environment or settings; where they need not be alike, a difference is noted."""
-    how = nested_difference(a.start[key], b.start[key])
-    count = sum(_count(part) for part in a.start[key].values())
+    """Environment or settings of all ranks; where they need not be alike, a difference is noted."""
+    how, count = None, 0
+    for rank in sorted(a.ranks):
+        one, other = (run.ranks[rank][0][key] for run in (a, b))
+        count += sum(_count(part) for part in one.values())
+        how = how or nested_difference(one, other)
     said = "equal versions, threads, device" if key == "environment" else "both runs were asked for the same"
     return Finding(name, how is None, "environment", count, how or said, noted=how is not None and not alike)

@@ -165,11 +165,16 @@ def draw_samples(a: Run, b: Run) -> SamplePicture:
         events = [run.events(rank, "step") for run in (a, b)]
         for column, number in enumerate(drawn):
             seen = [[max(i, ~i) for batch in side[number]["batches"] for i in batch["index"]] for side in events]
-            # A rank's own lane within the step's column
-            x = LEFT + width * (column + (rank + 1) / (world_size + 1))
-            dots += [f"M{x:.1f} {y(i):.1f}h0" for i in seen[0] if i in set(seen[1])]
             for k in (0, 1):
-                only[k].extend(f"M{x:.1f} {y(i):.1f}h0" for i in seen[k] if i not in set(seen[1 - k]))
+                other = set(seen[1 - k])
+                for position, i in enumerate(seen[k]):
+                    # A rank's own lane within the step's column, and within the lane the order in the batch
+                    lane = (rank + (position + 0.5) / len(seen[k])) / world_size
+                    dot = f"M{LEFT + width * (column + 0.06 + 0.88 * lane):.1f} {y(i):.1f}h0"
+                    if i not in other:
+                        only[k].append(dot)
+                    elif k == 0:
+                        dots.append(dot)
         ranks.append("".join(dots))
     epochs, last = [], None
     for column, number in enumerate(drawn):

@@ -66,66 +66,55 @@ def check_windows(run: Run, side: str) -> Finding:
 def check_samples(run: Run, side: str) -> list[Finding]:
     """What a DistributedSampler promises: disjoint ranks up to its padding, all samples, another order in each epoch."""
     share, size, batches = _batches_per_epoch(run.settings, world_size=run.world_size)
-    samples, padding = run.settings["samples"], share * run.world_size - run.settings["samples"]
+    samples, length = run.settings["samples"], min(share, size * batches)
+    padding = share * run.world_size - samples
+    due = samples if length == share else length * run.world_size - padding
     given: dict[int, list[list[int]]] = {}  # epoch -> of each rank, in order
-    began: dict[int, float] = {}
-    for time, events in _side_by_side(run, "step"):
-        ranks = given.setdefault(events[0]["epoch"], [[] for _ in events])
-        began.setdefault(events[0]["epoch"], time)
-        for seen, event in zip(ranks, events, strict=True):
-            seen += [i for batch in event["batches"] for i in _real(batch["index"])]
+    began: dict[int, int] = {}
     findings: dict[str, Finding] = {}
     compared, whole = 0, 0
 
-    def fail(check: str, epoch: int, how: str) -> None:
-        step = int(began[epoch])
+    def fail(check: str, step: int, how: str) -> None:
         findings.setdefault(check, Finding(check, False, "data", compared, how, step, side=side, time=float(step)))
 
-    for epoch, ranks in given.items():
-        all_given = [i for seen in ranks for i in seen]
-        compared += len(all_given)
-        distinct = set(all_given)
-        if outside := distinct - set(range(samples)):
-            fail("samples covered", epoch, f"epoch {epoch} has sample {max(outside)}; the set has {samples}")
-        repeated = len(all_given) - len(distinct)
+    for _, events in _side_by_side(run, "step"):
+        step, epoch = events[0]["step"], events[0]["epoch"]
+        began.setdefault(epoch, step)
+        ranks = given.setdefault(epoch, [[] for _ in events])
+        for seen, event in zip(ranks, events, strict=True):
+            seen += [i for batch in event["batches"] for i in _real(batch["index"])]
+            compared += sum(len(batch["index"]) for batch in event["batches"])
+        distinct = {i for seen in ranks for i in seen}
+        repeated = sum(map(len, ranks)) - len(distinct)
         if repeated > padding:
-            fail("samples disjoint", epoch, f"epoch {epoch} gave {repeated} samples more than once; padding explains {padding}")
-        if len(ranks[0]) != min(share, size * batches):
-            continue  # begun or ended inside this epoch
-        whole += 1
-        due = samples if size * batches >= share else size * batches * run.world_size - padding
-        if len(distinct) < due:
-            fail("samples covered", epoch, f"epoch {epoch} gave {len(distinct)} different samples; at least {due} were due")
-    ranks_, epochs = run.world_size, list(given)
-    parts = f"each sample on one of {ranks_} ranks" if ranks_ > 1 else "each sample once"
+            fail("samples disjoint", step, f"{repeated} samples were given more than once; padding explains {padding}")
+        if max(distinct) >= samples:
+            fail("samples covered", step, f"sample {max(distinct)} was given; the set has {samples}")
+        if len(ranks[0]) == length:  # not begun, and not ended, inside this epoch
+            whole += 1
+            if len(distinct) < due:
+                fail("samples covered", step, f"epoch {epoch} gave {len(distinct)} different samples; {due} were due")
+    one = f"each sample on one of {run.world_size} ranks" if run.world_size > 1 else "each sample once"
+    one += f", but for {padding} of padding" if padding else ""
+    all_of = f"all {samples:,}" if due == samples else f"{due:,} of {samples:,}"
+    said = f"{all_of} in each of {whole} epochs" if whole > 1 else f"{all_of} in {whole} whole epoch"
     found = [
-        findings.get("samples disjoint")
-        or Finding("samples disjoint", compared > 0, "data", compared, f"{parts}, but for padding ({padding})", side=side),
-        findings.get("samples covered")
-        or Finding(
-            "samples covered",
-            compared > 0,
-            "data",
-            compared,
-            f"all {samples}, in each of {whole} whole epochs"
-            if size * batches >= share
-            else f"{size * batches * ranks_} of {samples} in each of {whole} epochs, as limits and drop_last leave them",
-            side=side,
-        ),
+        findings.get("samples disjoint") or Finding("samples disjoint", compared > 0, "data", compared, one, side=side),
+        findings.get("samples covered") or Finding("samples covered", compared > 0, "data", compared, said, side=side),
     ]
-    if len(epochs) > 1 and run.settings["data"]["shuffle"]:
+    if len(given) > 1 and run.settings["data"]["shuffle"]:
         found.append(_order(given, began, side))
     return found
 
 
-def _order(given: dict[int, list[list[int]]], began: dict[int, float], side: str) -> Finding:
+def _order(given: dict[int, list[list[int]]], began: dict[int, int], side: str) -> Finding:
     check, epochs = "order changes", list(given)
     for before, epoch in zip(epochs, epochs[1:], strict=False):
         first, second = given[before][0], given[epoch][0]
         length = min(len(first), len(second))
         if first[:length] == second[:length] or first[-length:] == second[-length:]:
             how = f"epochs {before} and {epoch} have the same order"
-            return Finding(check, False, "data", len(epochs), how, int(began[epoch]), 0, side, began[epoch])
+            return Finding(check, False, "data", len(epochs), how, began[epoch], 0, side, float(began[epoch]))
     return Finding(check, True, "data", len(epochs), f"another order in each of {len(epochs)} epochs", side=side)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from project.core.record import digest, read_sketch, tensor_file
 from project.parity.run import Event, Finding, Run
 
+EXACTLY = "mean of the ranks, exactly"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -99,7 +100,7 @@ def _check_sketches(run: Run, side: str) -> Finding:
 def _check_stored(run: Run, side: str) -> Finding:
     """The tensors must be those of the record, and each element one that the ring can give."""
     exact = run.world_size == 1 or run.settings["backend"] == "gloo"
-    check, judge = ("mean of the ranks, exactly", matches_a_ring) if exact else ("mean of the ranks", within_rounding)
+    check, judge = (EXACTLY, matches_a_ring) if exact else ("mean of the ranks", within_rounding)
     compared, elements = 0, 0
     steps = {event["step"]: number for number, event in enumerate(run.events(0, "step"))}
     for step in run.stored_steps():
@@ -120,7 +121,8 @@ def _check_stored(run: Run, side: str) -> Finding:
                 kind = f"in none of the {run.world_size} ring orders" if exact else "within no rounding"
                 how = f"{name} is {kind} the mean of the ranks' gradients: {wrong:,} of {good.numel():,} elements, first {first}"
                 return Finding(check, False, _PHASE, compared, how, **where)
-    said = "to the bit, in one of the ring's orders" if exact else "to rounding, in whatever order"
+    ring = ", in one of the ring's orders" if run.world_size > 1 else ""
+    said = f"to the bit{ring}" if exact else "to rounding, in whatever order"
     numbers = " and ".join(map(str, run.stored_steps()))
     which = f"step{'s' * (len(run.stored_steps()) > 1)} {numbers}"
     return Finding(check, compared > 0, _PHASE, compared, f"{elements:,} elements of {which} {said}", side=side)

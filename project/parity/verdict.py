@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from project.parity.comparison import Outcome, Stage
+from project.parity.reduction import EXACTLY
 from project.parity.run import Finding
 from project.parity.sizes import Size
 
@@ -143,14 +144,18 @@ def shown(outcome: Outcome) -> str:
     where = f"on {run.world_size} ranks over {settings['backend']}" if run.world_size > 1 else "on one rank"
     device = run.start["environment"]["device"] if settings["backend"] == "nccl" else "CPU"
     what = f"{settings['model']['arch']}, {' '.join(parts)}, {where} ({device}), {settings['precision']}."
-    stored = stage.a.stored_steps()
-    exact = f" In step{'s' * (len(stored) > 1)} {' and '.join(map(str, stored))} every element was checked." if stored else ""
     if not outcome.equivalent:
         return what
     return (
-        f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal to "
-        f"the bit at every step on every rank{_and_files(stage)}. Each reduced gradient is the mean of the ranks' own.{exact}"
+        f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal "
+        f"to the bit at every step on every rank{_and_files(stage)}. "
+        f"Each reduced gradient is the mean of the ranks' own{_exactly(stage)}."
     )
+
+
+def _exactly(stage: Stage) -> str:
+    exact = next((finding.detail for finding in stage.findings if finding.check == EXACTLY), None)
+    return f": {exact}" if exact else ""
 
 
 def _and_files(stage: Stage) -> str:
@@ -165,6 +170,8 @@ def not_shown(outcome: Outcome) -> list[str]:
         limits.append("Anything distributed: this was one rank. Give --devices 2 or more.")
     if run.settings["backend"] != "nccl":
         limits.append("Anything on GPUs and NCCL, which was not run.")
+    if run.settings["limit_train_batches"] != 1.0:
+        limits.append(f"Whole epochs: --trainer.limit_train_batches was {run.settings['limit_train_batches']}.")
     for kind in ("validation", "checkpoint"):
         if not run.events(0, kind):
             limits.append(f"The {kind}: there was none.")
@@ -184,6 +191,9 @@ def explain(stage: Stage) -> list[str]:
     who = {"a": f"In the {stage.a.name}", "b": f"In the {stage.b.name}", "": "Between the two"}[first.side]
     words = f"{first.check}: {first.detail}" if first.side else f"{first.check} {first.detail}"
     lines = [f"{who}, {where}{rank}, phase {first.phase}: {words}."]
+    for each in stage.findings:
+        if each.failed and each is not first and (each.time, each.phase) == (first.time, first.phase):
+            lines.append(f"There, too: {each.check}: {each.detail}.")
     lines += [size_line(size) for size in stage.sizes]
     lines += [stage.remark] if stage.remark else []
     later = sum(finding.failed for finding in stage.findings) - 1
