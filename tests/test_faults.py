@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from project.core.errors import UserError
-from project.parity.faults import ACCUMULATED, FAULTS, PLAIN, Fault, Patch, find_fault
+from project.parity.fault import ACCUMULATED, PLAIN, Fault, Patch
+from project.parity.faults import FAULTS, find_fault
 from project.parity.injection import Detection, inject, line, small_digits
 from project.parity.run import PHASES
 
@@ -61,6 +62,7 @@ def test_a_fault_is_named_rightly_only_by_phase_and_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_faults_of_four_phases_are_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["no-set-epoch", "summed", "momentum", "padding-counted"]
     assert inject(names, tmp_path, timeout=120) == 0, capsys.readouterr().out

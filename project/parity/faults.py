@@ -8,7 +8,7 @@ trains as `python -m project.fit_raw` does, with that one thing broken on every 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,77 +21,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from project.core.config import CONFIGS
 from project.core.data import TrainImages
 from project.core.errors import UserError
 from project.core.launch import run_command
 from project.core.model import build_model
 from project.core.optim import lr_factor
 from project.core.seed import mix, seeded
+from project.parity.fault import ACCUMULATED, PLAIN, Fault, Patch
 from project.raw import data, distributed, run, trainer
 from project.raw.metrics import ValMetrics
 from project.raw.trainer import Trainer
-
-# On 43 images for training and 11 for validation, two ranks have 22 and 6 each: one repeated, with another last batch.
-_COMMON = (
-    *("--config", str(CONFIGS / "digits.yaml"), "--accelerator", "cpu", "--devices", "2", "--max_epochs", "2"),
-    *("--model.arch", "resnet18", "--model.zero_init_residual", "false", "--data.num_workers", "0"),
-    *("--model.optimizer", "sgd", "--model.lr", "0.05", "--model.momentum", "0.9", "--model.weight_decay", "0.01"),
-    *("--data.drop_last", "false", "--data.min_crop_area", "0.5", "--data.hflip", "0.5"),
-)
-
-# Three steps an epoch, of 8, 8 and 6 images on each rank; a validation and a checkpoint after each epoch.
-PLAIN = (*_COMMON, "--data.global_batch_size", "16")
-
-# Two steps an epoch: four batches of 4 images, then a tail of 4 and 2. Clipping binds. No validation after the first epoch.
-ACCUMULATED = (
-    *(*_COMMON, "--data.global_batch_size", "32", "--trainer.accumulate_grad_batches", "4"),
-    *("--trainer.gradient_clip_val", "0.1", "--trainer.check_val_every_n_epoch", "2"),
-)
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One attribute of the raw trainer's modules or classes, and what to put in its place.
-
-    Attributes:
-        owner: Module or class that holds it.
-        name: The attribute.
-        make: From the original to its replacement.
-    """
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]
-
-    def apply(self) -> None:
-        setattr(self.owner, self.name, self.make(getattr(self.owner, self.name)))
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A mistake, and where a comparison must find it.
-
-    Attributes:
-        name: How it is asked for.
-        mistake: What a person did, in one sentence.
-        flags: Settings of both trainers in which it matters.
-        phase: Where the first difference must be, one of parity.run.PHASES.
-        step: The first optimizer step at which, or after which, it must show.
-        patches: What makes the raw trainer do it.
-    """
-
-    name: str
-    mistake: str
-    flags: tuple[str, ...]
-    phase: str
-    step: int
-    patches: tuple[Patch, ...]
-
-    def apply(self) -> None:
-        for patch in self.patches:
-            patch.apply()
-
 
 # How a patch is made
 
@@ -278,6 +217,15 @@ def _reduce_again(self: Trainer) -> None:
         dist.all_reduce(parameter.grad)
 
 
+def _never_reduces(self: Trainer) -> None:
+    assert isinstance(self.model, DistributedDataParallel)
+    self.model.require_backward_grad_sync = False  # as no_sync does, for good
+
+
+def _nan_on_rank_1(self: Trainer) -> float:
+    return float("nan") if (self.ranks.rank, self.place.step) == (1, 2) else 1.0
+
+
 def _tail_factor(self: Trainer) -> float:
     plan = self.plan
     in_tail = self.place.batches > plan.batches - plan.tail
@@ -315,7 +263,7 @@ def _through_module(original: Callable[..., dict[str, float]]) -> Callable[..., 
 
 def _skips_step(original: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     def step(self: Trainer) -> None:
-        skips = self.place.step == 2
+        skips = self.place.step == 1
         with mock.patch.object(self.optimizer, "step", _nothing) if skips else ExitStack():
             original(self)
 
@@ -374,22 +322,12 @@ FAULTS = (
     Fault(
         "nan",
         "One rank's loss becomes NaN in the third step.",
-        *(
-            PLAIN,
-            "local gradient",
-            2,
-            _scaled_loss(lambda self: float("nan") if (self.ranks.rank, self.place.step) == (1, 2) else 1.0),
-        ),
+        *(PLAIN, "local gradient", 2, _scaled_loss(_nan_on_rank_1)),
     ),
     Fault(
         "not-reduced",
         "All backwards are inside no_sync, the last one of a window too.",
-        *(
-            ACCUMULATED,
-            "reduced gradient",
-            0,
-            _after_setup(lambda self: setattr(self.model, "require_backward_grad_sync", False)),
-        ),
+        *(ACCUMULATED, "reduced gradient", 0, _after_setup(_never_reduces)),
     ),
     Fault(
         "module-not-wrapper",
@@ -436,8 +374,8 @@ FAULTS = (
     ),
     Fault(
         "step-skipped",
-        "The third step is left out: its batch belongs to the next one.",
-        *(PLAIN, "data", 2, (Patch(Trainer, "step", _skips_step),)),
+        "The second step is left out.",
+        *(PLAIN, "data", 1, (Patch(Trainer, "step", _skips_step),)),  # in the record the next step has two batches
     ),
     Fault(
         "drifting-buffers",

@@ -17,7 +17,8 @@ from project.core.index import ImageIndex, load_splits
 from project.core.record import TENSORS
 from project.parity.checks import compare_runs, first_difference
 from project.parity.comparison import Request
-from project.parity.faults import FAULTS, Fault, find_fault
+from project.parity.fault import Fault
+from project.parity.faults import FAULTS, find_fault
 from project.parity.run import CannotTell, Finding
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
 
