@@ -146,11 +146,11 @@ class _ByPosition(TrainImages):
 
 
 class _CountsPadding(BatchSampler):
-    """Batches of what the sampler gives, in which all samples count."""
+    """Full batches in which all that the sampler gives counts."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in super().__iter__():
-            yield [(i, True) for i in batch]
+            yield [(i, True) for i in batch] + [(batch[0], False)] * (self.batch_size - len(batch))
 
 
 class _MeanOfBatches(ValMetrics):
