@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DistributedSampler
 
@@ -194,13 +193,9 @@ def _drifting(_: Any) -> Callable[..., DistributedDataParallel]:
 
 
 def _clip_bucket(self: Trainer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    views = bucket.gradients()
-    for view in views:
-        view.grad = view
     assert self.config.gradient_clip_val is not None
-    clip_grad_norm_(views, float(self.config.gradient_clip_val))
-    for view in views:
-        view.grad = None
+    buffer = bucket.buffer()
+    buffer.mul_((self.config.gradient_clip_val / (buffer.norm() + 1e-6)).clamp(max=1.0))
     self.clip_val = 0.0  # not again in the step
     assert dist.group.WORLD is not None
     return allreduce_hook(dist.group.WORLD, bucket)
