@@ -2,6 +2,8 @@
 
 python -m project.compare [--config FILE] [any flag of the trainers] [--out DIR]
 python -m project.compare --runs A B        two runs that were recorded with --record A, --record B
+python -m project.compare --inject FAULT    break one thing in the raw run, which must come out as not equivalent
+python -m project.compare --inject all      each of them; exit code 0 if each was found where it is
 
 Exit code 0: equivalent; 1: not; 2: could not tell.
 """
@@ -31,11 +33,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--out", type=Path, help="Write runs, records and report here; by default comparisons/0, 1, 2 ...")
     parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records; run nothing.")
+    parser.add_argument("--inject", metavar="FAULT", help="Break this in the raw run, or, with `all`, one thing after the other.")
     parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)
     if own.runs and others:
         raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
+    if own.runs and own.inject:
+        raise UserError("--inject breaks a run that is made; --runs compares two that were. Give one of them.")
     return own, others
 
 
@@ -48,7 +53,15 @@ def main() -> int:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     own, others = parse(sys.argv[1:])
     out = new_folder(own.out)
-    if own.runs:
+    if own.inject == "all":
+        from project.parity.injection import inject
+
+        return inject(["all"], out, others, timeout=own.timeout)
+    if own.inject:
+        from project.parity.injection import broken_request
+
+        outcome = compare_trainers(broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
+    elif own.runs:
         outcome = compare_folders(*own.runs)
     else:
         arguments, note = default_arguments(others)

@@ -61,6 +61,11 @@ def _batches(key: str) -> Part:
     return lambda event: [batch[key] for batch in event["batches"]]
 
 
+def _rates(event: Event) -> list[float]:
+    """Each rate once: more groups of parameters are another recipe, not another schedule, and show in the update."""
+    return list(dict.fromkeys(event["lr"]))
+
+
 def _file_keys(a: list[str], b: list[str]) -> str | None:
     """All but those that are one trainer's own, by name."""
     return keys_difference(*({key: 0 for key in keys if key not in OWN_KEYS} for keys in (a, b)))
@@ -75,7 +80,7 @@ PAIRS = (
     Pair("loss", "forward", "step", _batches("loss"), list_difference),
     Pair("local gradients", "local gradient", "step", _of("local"), tensors_difference),
     Pair("reduced gradients", "reduced gradient", "step", _of("reduced"), tensors_difference),
-    Pair("learning rate", "schedule", "step", _of("lr"), value_difference),
+    Pair("learning rate", "schedule", "step", _rates, value_difference),
     Pair("weights", "update", "step", _of("weights"), tensors_difference),
     Pair("optimizer state", "update", "step", _of("optimizer"), tensors_difference, may_be_empty=True),
     Pair("buffers", "buffers", "step", _of("buffers"), tensors_difference, may_be_empty=True),

@@ -1,0 +1,67 @@
+"""What a fault is, where it must be found, and the settings in which faults matter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from project.core.config import CONFIGS
+
+# On 43 images for training and 11 for validation, two ranks have 22 and 6 each: one repeated, with another last batch.
+_COMMON = (
+    *("--config", str(CONFIGS / "digits.yaml"), "--accelerator", "cpu", "--devices", "2", "--max_epochs", "2"),
+    *("--model.arch", "resnet18", "--model.zero_init_residual", "false", "--data.num_workers", "0"),
+    *("--model.optimizer", "sgd", "--model.lr", "0.05", "--model.momentum", "0.9", "--model.weight_decay", "0.01"),
+    *("--data.drop_last", "false", "--data.min_crop_area", "0.5", "--data.hflip", "0.5"),
+)
+
+# Three steps an epoch, of 8, 8 and 6 images on each rank; a validation and a checkpoint after each epoch.
+PLAIN = (*_COMMON, "--data.global_batch_size", "16")
+
+# Two steps an epoch: four batches of 4 images, then a tail of 4 and 2. Clipping binds. No validation after the first epoch.
+ACCUMULATED = (
+    *(*_COMMON, "--data.global_batch_size", "32", "--trainer.accumulate_grad_batches", "4"),
+    *("--trainer.gradient_clip_val", "0.1", "--trainer.check_val_every_n_epoch", "2"),
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of the raw trainer's modules or classes, and what to put in its place.
+
+    Attributes:
+        owner: Module or class that holds it.
+        name: The attribute.
+        make: From the original to its replacement.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+
+    def apply(self) -> None:
+        setattr(self.owner, self.name, self.make(getattr(self.owner, self.name)))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake, and where a comparison must find it.
+
+    Attributes:
+        name: How it is asked for.
+        mistake: What a person did, in one sentence.
+        flags: Settings of both trainers in which it matters.
+        phase: Where the first difference must be, one of parity.run.PHASES.
+        step: The first optimizer step at which, or after which, it must show.
+        patches: What makes the raw trainer do it.
+    """
+
+    name: str
+    mistake: str
+    flags: tuple[str, ...]
+    phase: str
+    step: int
+    patches: tuple[Patch, ...]
+
+    def apply(self) -> None:
+        for patch in self.patches:
+            patch.apply()
