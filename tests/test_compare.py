@@ -217,6 +217,7 @@ def test_what_a_trainer_refuses_is_said_last(tmp_path: Path) -> None:
     assert "Traceback" not in finished.err
 
 
+@pytest.mark.slow
 def test_half_a_record_cannot_be_judged(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_ranks(make_ranks(), tmp_path / name)

@@ -95,6 +95,7 @@ def events(record: list[Any], *, of: str) -> list[Any]:
     return [event for event in record if event["event"] == of]
 
 
+@pytest.mark.slow
 def test_lightning_and_raw_do_the_same(records: tuple[dict[int, list[Any]], dict[int, list[Any]]]) -> None:
     lit, raw = records
     assert lit.keys() == raw.keys() == {0, 1}
@@ -115,6 +116,7 @@ def test_lightning_and_raw_do_the_same(records: tuple[dict[int, list[Any]], dict
     assert not events(raw[1], of="checkpoint")
 
 
+@pytest.mark.slow
 def test_the_record_shows_what_ddp_does(records: tuple[dict[int, list[Any]], dict[int, list[Any]]]) -> None:
     _, raw = records
     seen: dict[int, list[int]] = {}
@@ -132,6 +134,7 @@ def test_the_record_shows_what_ddp_does(records: tuple[dict[int, list[Any]], dic
     assert seen[0] != seen[1]
 
 
+@pytest.mark.slow
 def test_both_write_the_same_files(lit: Path, raw: Path) -> None:
     names = ["checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml", "curves.png", "metrics.csv"]
     for folder in (lit, raw):
@@ -245,6 +248,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     return calls
 
 
+@pytest.mark.slow
 def test_each_reads_the_others_config(lit: Path, raw: Path, launched: list[list[str]]) -> None:
     (config := lit / "own.yaml").write_text((lit / "config.yaml").read_text())
     saved = yaml.safe_load(config.read_text())
@@ -259,6 +263,7 @@ def test_each_reads_the_others_config(lit: Path, raw: Path, launched: list[list[
         assert getattr(ours, part) == getattr(theirs, part)
 
 
+@pytest.mark.slow
 def test_a_second_record_in_one_folder_is_refused(root: Path, raw: Path, launched: list[list[str]]) -> None:
     for run in (project.lit.run, project.raw.run):
         with pytest.raises(UserError, match="already holds a record"):

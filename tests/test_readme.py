@@ -12,6 +12,7 @@ import project.lit.run as run
 import project.predict
 from project.core.arguments import expand
 from project.lit.cli import TrainCLI, ValidateCLI
+from project.parity.faults import FAULTS
 from project.raw.cli import parse
 from tests.conftest import REPOSITORY
 
@@ -39,7 +40,9 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert ended.value.code == 0
     elif module == "project.compare":
         own, others = project.compare.parse(arguments)
-        assert bool(own.runs) == (not arguments[0].startswith("--devices"))
+        assert bool(own.runs) == ("--runs" in arguments)
+        if own.inject:
+            assert own.inject in {fault.name for fault in FAULTS}
         if not own.runs:
             with pytest.raises(SystemExit):
                 parse(expand([*others, "--print_config"], default_config=True))
