@@ -2,6 +2,7 @@
 
 import csv
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -246,12 +247,16 @@ def test_photographs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT")])
 def test_a_signal_ends_a_single_process_with_its_own_code(number: int, name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "project.fit", *SMALL, "--max_epochs", "500", "--trainer.default_root_dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    assert process.stdout is not None
-    while "epoch 1/500" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell starts what it runs in the background with SIGINT ignored, which children inherit.
+    process = subprocess.Popen(command, cwd=REPOSITORY, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes)
+    try:
+        while "epoch 1/500" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 128 + number
     assert err.splitlines()[-1] == f"ended by {name}; --ckpt_path last goes on from the last whole epoch"
     assert not list(tmp_path.rglob("checkpoints/.*"))
