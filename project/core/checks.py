@@ -5,11 +5,13 @@ from typing import Any
 import torch
 
 from project.core.checkpoint import RECORD, read_checkpoint
-from project.core.config import ModelConfig
+from project.core.config import DataConfig, ModelConfig
 from project.core.errors import UserError
 from project.core.index import Splits
 from project.core.model import last_map_size, new_model
-from project.core.plan import BatchPlan
+from project.core.optim import check_schedule, decay_groups
+from project.core.plan import BatchPlan, count_epochs
+from project.core.transforms import check_growth
 from project.core.weights import match_weights
 
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
@@ -33,12 +35,25 @@ def check_devices(config: Any) -> None:
     name = strategy if isinstance(strategy, str) else str(strategy.get("class_path", strategy))
     if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
         raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
+    given = (strategy.get("init_args") or {}) if not isinstance(strategy, str) else {}
+    if given.get("ddp_comm_hook") and not on_cuda:
+        raise UserError(
+            f"--trainer.strategy.ddp_comm_hook {given['ddp_comm_hook']} needs GPUs: Lightning registers no hook on a CPU. "
+            "Leave it out."
+        )
     if not on_cuda and precision.startswith(("16", "transformer-engine")):
         raise UserError(f"--precision {precision} needs a GPU; here use --precision bf16-mixed or 32-true.")
     if on_cuda and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"--precision {precision}: this GPU has no bfloat16; use --precision 16-mixed or 32-true.")
     if config.sync_batchnorm and not on_cuda:
         raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
+
+
+def check_recipe(plan: BatchPlan, model: ModelConfig, data: DataConfig, *, total_steps: int | None) -> None:
+    """Batches, schedule and image sizes that can be trained with, for a training of so many optimizer steps."""
+    check_batches(plan, train_size=data.train_size if data.start_size is None else data.start_size)
+    check_schedule(model, steps_per_epoch=plan.steps_per_epoch, total_steps=total_steps)
+    check_growth(data, epochs=count_epochs(total_steps, steps_per_epoch=plan.steps_per_epoch))
 
 
 def check_batches(plan: BatchPlan, *, train_size: int) -> None:
@@ -84,6 +99,15 @@ def check_resume(path: str, plan: BatchPlan, splits: Splits, config: ModelConfig
         raise UserError(
             f"{flag} holds the state of {record['model']['optimizer']}: give --model.optimizer {record['model']['optimizer']}, "
             "or start a new training from it with --model.weights."
+        )
+    with torch.device("meta"):
+        groups = decay_groups(new_model(config.arch, num_classes=len(splits.classes)), config).values()
+    held = [len(group["params"]) for group in record["optimizer"]["param_groups"]]
+    if held != [len(parameters) for _, parameters in groups]:
+        raise UserError(
+            f"{flag} holds {len(held)} groups of parameters with a weight decay of their own, this run would have {len(groups)}: "
+            "give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new training from it "
+            "with --model.weights."
         )
     then, now = record["steps_per_epoch"], plan.steps_per_epoch
     if (then, record["accumulate"]) != (now, plan.accumulate):

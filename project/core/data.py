@@ -23,18 +23,21 @@ T = TypeVar("T")
 class TrainImages(Dataset[Sample]):
     """Augmented images. Each depends on (seed, epoch, sample) alone: not on rank, worker, or what was loaded before."""
 
-    def __init__(self, index: ImageIndex, transform: Callable[[Image.Image], Tensor], *, seed: int, skip_bad: bool) -> None:
+    def __init__(self, index: ImageIndex, transform: Callable[[Image.Image, int], Tensor], *, seed: int, skip_bad: bool) -> None:
         self.index, self.transform, self.seed, self.skip_bad = index, transform, seed, skip_bad
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """uint8 [3, h, w], its target, and its number in the index; ~number where another image took its place."""
+        """uint8 [3, h, w], its target, and its number in the index; ~number where another image took its place.
+
+        The epoch comes with the number, so that loader processes that outlive an epoch cannot miss the next one.
+        """
         epoch, i = key
         image, used = _read(self.index, i, skip_bad=self.skip_bad)
         with seeded(mix(self.seed, epoch, i)):
-            pixels = self.transform(image)
+            pixels = self.transform(image, epoch)
         return pixels, int(self.index.targets[used]), i if used == i else ~i
 
 

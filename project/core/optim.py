@@ -18,6 +18,28 @@ def may_fuse(*, precision: str, clips: bool) -> bool:
     return not (clips and precision.endswith("-mixed"))
 
 
+def decay_groups(model: nn.Module, config: ModelConfig) -> dict[str, tuple[float, list[nn.Parameter]]]:
+    """Parameters by the weight decay that they get: those of normalisation layers, biases of other layers, and the rest.
+
+    By the type of the layer, not by its name: a ResNet's `downsample.1` is a BatchNorm, too. Groups with the same decay are
+    one, in the order of `model.parameters()`, so that a recipe without exceptions is torch's plain optimizer.
+    """
+    kinds: dict[nn.Parameter, str] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            norm = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm)
+            kinds[parameter] = "norms" if norm else "biases" if name == "bias" else "weights"
+    decays = {"weights": config.weight_decay, "norms": config.norm_weight_decay, "biases": config.bias_weight_decay}
+    groups: dict[float, tuple[list[str], list[nn.Parameter]]] = {}
+    for parameter in model.parameters():
+        kind = kinds[parameter]
+        decay = decays[kind]
+        names, parameters = groups.setdefault(config.weight_decay if decay is None else decay, ([], []))
+        names += [kind] * (kind not in names)
+        parameters.append(parameter)
+    return {", ".join(names): (decay, parameters) for decay, (names, parameters) in groups.items()}
+
+
 def build_optimizer(model: nn.Module, config: ModelConfig, *, fused: bool = True) -> optim.Optimizer:
     """SGD or AdamW over all parameters, in torch's fused form: four times as fast on a CPU, too.
 
@@ -26,10 +48,11 @@ def build_optimizer(model: nn.Module, config: ModelConfig, *, fused: bool = True
         config: The recipe.
         fused: As `may_fuse` says.
     """
+    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in decay_groups(model, config).values()]
     if config.optimizer == "adamw":
-        return optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+        return optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
     return optim.SGD(
-        model.parameters(),
+        groups,
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
@@ -38,30 +61,48 @@ def build_optimizer(model: nn.Module, config: ModelConfig, *, fused: bool = True
     )
 
 
+def warmup_steps(config: ModelConfig, *, steps_per_epoch: int) -> int:
+    return round(config.warmup_epochs * steps_per_epoch)
+
+
 def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0), as a share of the peak."""
-    warmup = round(config.warmup_epochs * steps_per_epoch)
-    if step < warmup:
-        return (step + 1) / warmup
+    """Learning rate of optimizer step `step` (from 0), as a share of the peak.
+
+    After the last step a cosine or linear schedule stands at `end_lr`, whatever the number of steps.
+    """
+    if config.interval == "epoch":
+        step = step // steps_per_epoch * steps_per_epoch
+    warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch)
+    if step < warmup:  # as torch.optim.lr_scheduler.LinearLR
+        return config.warmup_start + (1 - config.warmup_start) * step / warmup
     if config.schedule == "step":
         return config.step_gamma ** (step // (config.step_epochs * steps_per_epoch))
+    if config.schedule == "constant":
+        return 1.0
+    left = 1 - min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.schedule == "cosine":
-        done = (step - warmup) / max(1, total_steps - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return 1.0
+        left = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+    end = config.end_lr / config.lr if config.lr else 0.0
+    return end + (1 - end) * left
 
 
-def check_schedule(config: ModelConfig, *, total_steps: int | None) -> None:
-    """A training has steps, and an end where its schedule needs one: a cosine ends where the training ends."""
+def check_schedule(config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None) -> None:
+    """A training has steps, an end where its schedule needs one, and warm-up is not all of it."""
     if total_steps == 0:
         raise UserError("Nothing would be trained: give --trainer.max_epochs or --trainer.max_steps 1 or more.")
-    if total_steps is None and config.schedule == "cosine":
-        raise UserError("--model.schedule cosine needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+    if total_steps is None and config.schedule in ("cosine", "linear"):
+        raise UserError(f"--model.schedule {config.schedule} needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+    warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch)
+    if total_steps is not None and config.schedule != "constant" and warmup >= total_steps:
+        raise UserError(
+            f"--model.warmup_epochs {config.warmup_epochs:g} is {warmup} steps, and the training has {total_steps}: it would "
+            "never reach its peak rate.\nGive a shorter warm-up, or more --trainer.max_epochs."
+        )
 
 
 def build_schedule(optimizer: optim.Optimizer, config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None) -> LambdaLR:
     """A schedule that is stepped once after each optimizer step."""
-    check_schedule(config, total_steps=total_steps)
+    check_schedule(config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(step, config=config, steps_per_epoch=steps_per_epoch, total_steps=total_steps or 0),

@@ -26,6 +26,18 @@ def count_steps(*, max_epochs: int | None, max_steps: int, steps_per_epoch: int)
     return min(limits, default=None)
 
 
+def limit_batches(batches: int, limit: int | float | None) -> int:
+    """At most `limit` batches (an int), or a share of them (a float), as Lightning's limits mean it."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def count_epochs(total_steps: int | None, *, steps_per_epoch: int) -> float | None:
+    """A training's length in epochs, whatever limits it; None where nothing does."""
+    return None if total_steps is None else total_steps / steps_per_epoch
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """`global_batch_size` images per optimizer step = ranks x per-rank batch x accumulated batches.
@@ -76,10 +88,7 @@ class BatchPlan:
     def batches(self) -> int:
         """Forwards per rank and epoch."""
         whole, rest = divmod(self.samples_per_rank, self.per_rank_batch)
-        batches = whole + bool(rest and not self.drop_last)
-        if self.limit is None:
-            return batches
-        return min(batches, self.limit) if isinstance(self.limit, int) else int(batches * self.limit)
+        return limit_batches(whole + bool(rest and not self.drop_last), self.limit)
 
     @property
     def last_batch(self) -> int:

@@ -1,25 +1,69 @@
 """Pixels on the way to the model: torchvision's v2 transforms on uint8 tensors, normalisation on the device."""
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from project.core.config import DataConfig
+from project.core.errors import UserError
 
 # torchvision's ImageClassification preset
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
-def train_transform(config: DataConfig) -> v2.Compose:
-    """RGB image -> uint8 [3, train_size, train_size]; draws from torch's default generator only."""
-    return v2.Compose(
-        [
-            v2.PILToTensor(),
-            v2.RandomResizedCrop(config.train_size, scale=(config.min_crop_area, 1.0), antialias=True),
-            v2.RandomHorizontalFlip(config.hflip),
-        ]
-    )
+class TrainTransform:
+    """RGB image and epoch -> uint8 [3, size, size], of the size of that epoch; draws from torch's default generator only."""
+
+    def __init__(self, config: DataConfig, *, epochs: float | None) -> None:
+        self.config, self.epochs = config, epochs
+        self.by_size: dict[int, v2.Compose] = {}
+
+    def __call__(self, image: Image.Image, epoch: int) -> Tensor:
+        size = train_size(self.config, epoch=epoch, epochs=self.epochs)
+        if size not in self.by_size:
+            self.by_size[size] = _augment(self.config, size)
+        pixels: Tensor = self.by_size[size](image)
+        return pixels
+
+
+def train_size(config: DataConfig, *, epoch: int, epochs: float | None) -> int:
+    """Height and width of the training images of an epoch, pixels.
+
+    From `start_size` to `train_size` on a straight line, rounded to multiples of `size_multiple`: the rule of FFCV's
+    train_imagenet.py (github.com/libffcv/ffcv-imagenet), with the ramp given in shares of the training.
+    """
+    if config.start_size is None:
+        return config.train_size
+    assert epochs is not None
+    begin, end = config.ramp_start * epochs, config.ramp_end * epochs
+    if epoch >= end:
+        return config.train_size
+    if epoch <= begin:
+        return config.start_size
+    between = config.start_size + (config.train_size - config.start_size) * (epoch - begin) / (end - begin)
+    rounded = round(between / config.size_multiple) * config.size_multiple
+    return min(config.train_size, max(config.start_size, rounded))
+
+
+def check_growth(config: DataConfig, *, epochs: float | None) -> None:
+    if config.start_size is not None and epochs is None:
+        raise UserError("--data.start_size needs an end: give --trainer.max_epochs or --trainer.max_steps.")
+
+
+def _augment(config: DataConfig, size: int) -> v2.Compose:
+    steps: list[nn.Module] = [
+        v2.PILToTensor(),
+        v2.RandomResizedCrop(size, scale=(config.min_crop_area, 1.0), antialias=True),
+        v2.RandomHorizontalFlip(config.hflip),
+    ]
+    if config.trivial_augment:
+        steps.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
+    if config.random_erasing:
+        # torchvision erases after normalisation, with zeros: the mean, here to the nearest of 256 values
+        steps.append(v2.RandomErasing(config.random_erasing, value=[round(255 * mean) for mean in MEAN]))
+    return v2.Compose(steps)
 
 
 def val_transform(*, val_resize: int, val_size: int) -> v2.Compose:

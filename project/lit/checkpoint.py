@@ -1,5 +1,6 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
+import itertools
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -99,6 +100,7 @@ class Record(Callback):
             "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
             "schedule": checkpoint["lr_schedulers"][0],
             "scaler": checkpoint.get("MixedPrecision", {}),
+            "ema": {name: value for ema in pl_module.averages for name, value in ema.state_dict().items()},
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")},
         }
 
@@ -130,7 +132,8 @@ class EqualBuffers(Callback):
         assert isinstance(pl_module, Classifier)
         assert pl_module.model is not None
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in pl_module.model.buffers():
+        networks = [pl_module.model, *(ema.model for ema in pl_module.averages)]
+        for buffer in itertools.chain.from_iterable(network.buffers() for network in networks):
             by_type.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_type.values():  # one message per type: 159 single ones take 18 times as long
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

@@ -2,23 +2,22 @@
 
 from lightning.pytorch import Trainer
 
-from project.core.checks import check_batches, check_resume, check_weights
+from project.core.checks import check_recipe, check_resume, check_weights
 from project.core.index import Splits
 from project.core.model import check_num_classes
-from project.core.optim import check_schedule
 from project.core.plan import BatchPlan
-from project.lit.data import ImageFolders, plan_batches
-from project.lit.module import Classifier, total_steps
+from project.lit.data import ImageFolders, plan_batches, total_steps
+from project.lit.module import Classifier
 
 
 def check_fit(trainer: Trainer, model: Classifier, data: ImageFolders, splits: Splits, *, ckpt_path: str | None) -> BatchPlan:
     """The plan of a training that can start."""
     num_classes = check_num_classes(model.config, classes=splits.classes)
     plan = plan_batches(data.config, splits, trainer)
-    check_batches(plan, train_size=data.config.train_size)
-    check_schedule(model.config, total_steps=total_steps(trainer, plan))
+    last = total_steps(trainer, plan)
+    check_recipe(plan, model.config, data.config, total_steps=last)
     if ckpt_path is None:
         check_weights(model.config, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:
-        check_resume(ckpt_path, plan, splits, model.config, last=total_steps(trainer, plan))
+        check_resume(ckpt_path, plan, splits, model.config, last=last)
     return plan

@@ -14,6 +14,7 @@ from project.core.launch import drop_stale_variables, started_by_others
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
+from project.lit.ema import MovingAverage
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
@@ -102,7 +103,7 @@ def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
     pending = PendingValidation()
-    callbacks: list[Callback] = [ReportFailure(), metrics, EqualBuffers(), pending, Record(pending)]
+    callbacks: list[Callback] = [ReportFailure(), metrics, MovingAverage(), EqualBuffers(), pending, Record(pending)]
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
     if config.fast_dev_run:

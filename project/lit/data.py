@@ -17,8 +17,8 @@ from project.core.data import (
     loader_options,
 )
 from project.core.index import Splits, load_splits
-from project.core.plan import BatchPlan, loader_workers
-from project.core.transforms import train_transform, val_transform
+from project.core.plan import BatchPlan, count_epochs, count_steps, loader_workers
+from project.core.transforms import TrainTransform, val_transform
 
 
 def plan_batches(config: DataConfig, splits: Splits, trainer: Trainer) -> BatchPlan:
@@ -30,6 +30,14 @@ def plan_batches(config: DataConfig, splits: Splits, trainer: Trainer) -> BatchP
         drop_last=config.drop_last,
         limit=trainer.limit_train_batches,
     )
+
+
+def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:
+    """Optimizer steps of the whole training; None where nothing limits them.
+
+    Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
+    """
+    return count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)
 
 
 class ImageFolders(LightningDataModule):
@@ -63,15 +71,18 @@ class ImageFolders(LightningDataModule):
         return plan_batches(self.config, self.splits, self.trainer)
 
     def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        plan = self.plan
+        epochs = count_epochs(total_steps(self.trainer, plan), steps_per_epoch=plan.steps_per_epoch)
         dataset = TrainImages(
             self.splits.train,
-            train_transform(self.config),
+            TrainTransform(self.config, epochs=epochs),
             seed=self.seed,
             skip_bad=self.config.on_bad_image == "skip",
         )
         # With several ranks Lightning replaces this sampler by one of the same kind for its rank.
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=self.seed)
-        batches = TrainBatchSampler(sampler, self.plan.per_rank_batch, self.config.drop_last, self.config.shuffle)
+        batches = TrainBatchSampler(sampler, plan.per_rank_batch, self.config.drop_last, self.config.shuffle)
         return ResumableLoader(dataset, resume=self.resume, batch_sampler=batches, **self._options())
 
     def val_dataloader(self) -> DataLoader[Any]:

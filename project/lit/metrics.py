@@ -1,12 +1,48 @@
-"""Training loss, learning rate, images per second and the share of time spent waiting for data, per logging interval."""
+"""What torchmetrics sums over a validation; and the training's loss, rate, images per second and wait for data, per interval."""
 
+import math
 import time
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
+from project.core.data import IGNORE
 from project.core.late import Late
+
+
+class ValMetrics(nn.Module):
+    """Loss, top-1, top-5 and images of an evaluation, as sums: padding counts nowhere, and torchmetrics adds the ranks."""
+
+    def __init__(self, *, num_classes: int) -> None:
+        super().__init__()
+        counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
+        self.top1 = MulticlassAccuracy(**counted, top_k=1, validate_args=False)
+        self.top5 = MulticlassAccuracy(**counted, top_k=min(5, num_classes), validate_args=False)
+        self.loss = MeanMetric(nan_strategy=math.nan)  # a NaN stays one; "disable" would ignore the weights as well
+        self.images = SumMetric(nan_strategy="disable")
+
+    def begin(self) -> None:
+        """Sums in float64: not once at the start, since a metric that is moved to a device casts to float32 again."""
+        self.loss.set_dtype(torch.float64)
+        self.images.set_dtype(torch.float64)
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        """float32 [n, classes] and int64 [n], IGNORE where a sample does not count."""
+        loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
+        counts = (target != IGNORE).double()
+        self.top1.update(logits, target)
+        self.top5.update(logits, target)
+        self.loss.update(loss.double(), counts)
+        self.images.update(counts)
+
+    def named(self, prefix: str) -> dict[str, Metric]:
+        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "images": self.images}
+        return {f"{prefix}{name}": metric for name, metric in values.items()}
 
 
 class TrainMetrics(Callback):

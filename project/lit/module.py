@@ -1,24 +1,21 @@
 """The model as a LightningModule: what happens in one step; Lightning's DDP does the rest."""
 
-import math
 import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import functional as F
-from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from project.core.config import ModelConfig
-from project.core.data import IGNORE
+from project.core.ema import EMA
+from project.core.mixing import Mixing
 from project.core.model import build_model
 from project.core.optim import build_optimizer, build_schedule, follow_recipe, may_fuse, recipe_of
-from project.core.plan import BatchPlan, count_steps
 from project.core.transforms import Normalize
 from project.core.weights import load_weights
-from project.lit.data import ImageFolders
+from project.lit.data import ImageFolders, total_steps
+from project.lit.metrics import ValMetrics
 
 
 class Classifier(LightningModule):
@@ -29,6 +26,7 @@ class Classifier(LightningModule):
         self.config = ModelConfig(**kwargs)
         self.model: torch.nn.Module | None = None
         self.criterion = torch.nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self.averages: list[EMA] = []  # one, if the recipe has one; in a list, so that it is no part of this module
 
     def configure_model(self) -> None:
         """Lightning calls this once the data is known, on every rank, before it wraps the model."""
@@ -41,52 +39,52 @@ class Classifier(LightningModule):
             done = load_weights(model, self.config.weights, flag="--model.weights", new_head=fitting)
             if fitting:
                 self.print(done)
-        self.model = model
+        self.memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        self.model = model.to(memory_format=self.memory_format)
+        if self.config.compile:
+            model.compile()  # in place: names in checkpoints stay as they are
         self.normalize = Normalize()
-        counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
-        self.val_top1 = MulticlassAccuracy(**counted, top_k=1, validate_args=False)
-        self.val_top5 = MulticlassAccuracy(**counted, top_k=min(5, num_classes), validate_args=False)
-        self.val_loss = MeanMetric(nan_strategy=math.nan)  # a NaN stays one; "disable" would ignore the weights as well
-        self.val_images = SumMetric(nan_strategy="disable")
+        self.mixing = Mixing(self.data.config, num_classes=num_classes, seed=self.data.seed)
+        self.val = ValMetrics(num_classes=num_classes)
+        self.val_ema = ValMetrics(num_classes=num_classes)
 
     @property
     def data(self) -> ImageFolders:
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
-    def forward(self, images: Tensor) -> Tensor:
-        """uint8 [n, 3, h, w] -> logits [n, classes]."""
-        assert self.model is not None
-        return self.model(self.normalize(images))
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, h, w] -> what the network takes: float32, normalised, in its memory format."""
+        return self.normalize(images.contiguous(memory_format=self.memory_format))
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> dict[str, Tensor]:
+    def forward(self, images: Tensor) -> Tensor:
+        """Prepared images [n, 3, h, w] -> logits [n, classes]."""
+        assert self.model is not None
+        return self.model(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, target, index = batch
+        images, target = self.mixing(
+            self.prepare(images), target, epoch=self.current_epoch, batch=batch_idx, rank=self.global_rank
+        )
         logits = self(images)
         loss = self.criterion(logits, target)
         return {"loss": loss, "batch_loss": loss.detach()}  # Lightning divides the first one by the accumulated batches
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         images, target, index = batch
-        logits = self(images).float()
-        loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
-        counts = (target != IGNORE).double()
-        self.val_top1.update(logits, target)
-        self.val_top5.update(logits, target)
-        self.val_loss.update(loss.double(), counts)
-        self.val_images.update(counts)
+        images = self.prepare(images)
+        self.val.update(self(images).float(), target)
+        for ema in self.averages:
+            self.val_ema.update(ema.model(images).float(), target)
 
     def on_validation_epoch_start(self) -> None:
-        """Sums in float64: not once at the start, since a metric that is moved to a device casts to float32 again."""
-        self.val_loss.set_dtype(torch.float64)
-        self.val_images.set_dtype(torch.float64)
+        self.val.begin()
+        self.val_ema.begin()
 
     def on_validation_epoch_end(self) -> None:
-        metrics = {
-            "val/top1": self.val_top1,
-            "val/top5": self.val_top5,
-            "val/loss": self.val_loss,
-            "val/images": self.val_images,
-        }
-        self.log_dict(metrics)
+        self.log_dict(self.val.named("val/"))
+        if self.averages:
+            self.log_dict(self.val_ema.named("val/ema_"))
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None
@@ -104,11 +102,3 @@ class Classifier(LightningModule):
     def on_train_start(self) -> None:
         """After Lightning has restored optimizer and schedule."""
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._recipe)  # type: ignore[arg-type]
-
-
-def total_steps(trainer: Trainer, plan: BatchPlan) -> int | None:
-    """Optimizer steps of the whole training; None where nothing limits them.
-
-    Not `trainer.estimated_stepping_batches`: it builds the loaders before their state has been restored.
-    """
-    return count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)

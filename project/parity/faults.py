@@ -134,9 +134,9 @@ class _ByPosition(TrainImages):
             with seeded(mix(self.seed, position)):
                 state = torch.default_generator.get_state()
 
-            def from_state(image: Any, state: Tensor = state) -> Tensor:
+            def from_state(image: Any, epoch: int, state: Tensor = state) -> Tensor:
                 torch.default_generator.set_state(state)
-                return transform(image)
+                return transform(image, epoch)
 
             self.transform = from_state
             samples.append(self[key])
@@ -155,8 +155,8 @@ class _CountsPadding(BatchSampler):
 class _MeanOfBatches(ValMetrics):
     """The mean of the batches' means, however many images each has."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, prefix: str = "val/") -> None:
+        super().__init__(device, prefix=prefix)
         self.means: list[Tensor] = []
 
     def update(self, logits: Tensor, target: Tensor) -> None:
@@ -167,8 +167,8 @@ class _MeanOfBatches(ValMetrics):
 
     def compute(self) -> dict[str, float]:
         means = distributed.sum_over_ranks(torch.stack(self.means).mean(dim=0)) / dist.get_world_size()
-        values = zip(("val/loss", "val/top1", "val/top5"), means.tolist(), strict=True)
-        return {**super().compute(), **dict(values)}
+        values = zip(("loss", "top1", "top5"), means.tolist(), strict=True)
+        return {**super().compute(), **{f"{self.prefix}{name}": value for name, value in values}}
 
 
 def _no_decay_on_batchnorm(original: Callable[..., optim.Optimizer]) -> Callable[..., optim.Optimizer]:
@@ -189,7 +189,7 @@ def _own_weights(self: Trainer) -> None:
 
 
 def _drifting(_: Any) -> Callable[..., DistributedDataParallel]:
-    return lambda model, ranks, *, find_unused: DistributedDataParallel(model, broadcast_buffers=False)
+    return lambda model, ranks, **_: DistributedDataParallel(model, broadcast_buffers=False)
 
 
 def _clip_bucket(self: Trainer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

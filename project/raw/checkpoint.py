@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from project.core.checkpoint import RECORD
+from project.core.ema import EMA
 from project.core.optim import follow_recipe, recipe_of
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
@@ -47,6 +48,7 @@ def make_checkpoint(
     optimizer: optim.Optimizer,
     schedule: LambdaLR,
     scaler: GradScaler,
+    ema: EMA | None,
     history: list[dict[str, float]],
 ) -> dict[str, Any]:
     """The weights, and one record of plain values from which either trainer goes on."""
@@ -70,6 +72,7 @@ def make_checkpoint(
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
         "scaler": scaler.state_dict(),
+        "ema": {} if ema is None else ema.state_dict(),
     }
     return {"state_dict": module.model.state_dict(), RECORD: record}
 
@@ -80,13 +83,16 @@ def restore(
     optimizer: optim.Optimizer,
     schedule: LambdaLR,
     scaler: GradScaler,
+    ema: EMA | None,
 ) -> Place:
-    """Optimizer, schedule and loss scale as they were, with the rates of this run's recipe; returns the place."""
+    """Optimizer, schedule, loss scale and average as they were, with the rates of this run's recipe; returns the place."""
     recipe = recipe_of(optimizer)
     optimizer.load_state_dict(record["optimizer"])
     schedule.load_state_dict(record["schedule"])
     if scaler.is_enabled() and record["scaler"]:
         scaler.load_state_dict(record["scaler"])
+    if ema is not None and record["ema"]:
+        ema.load_state_dict(record["ema"])
     follow_recipe(optimizer, schedule, recipe)
     return Place(**{each.name: record[each.name] for each in fields(Place)})
 

@@ -12,6 +12,7 @@ from project.core.checks import check_devices
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
+from project.raw.distributed import DDP_KEYWORDS
 
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", "32-true": "32-true", "16-mixed": "16-mixed"}
 PRECISIONS |= {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
@@ -23,7 +24,7 @@ class TrainerConfig:
 
     Args:
         accelerator: auto, cpu, gpu or cuda, mps.
-        strategy: auto, or ddp: one process per device.
+        strategy: auto, or ddp: one process per device; or Lightning's DDPStrategy with DDP's own keywords as init_args.
         devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any.
         num_nodes: Machines; on each of several this command runs with NODE_RANK, MASTER_ADDR and MASTER_PORT.
         precision: 32-true, bf16-mixed, or 16-mixed on GPUs.
@@ -48,7 +49,7 @@ class TrainerConfig:
     """
 
     accelerator: str = "auto"
-    strategy: str = "auto"
+    strategy: str | dict[str, Any] = "auto"
     devices: int | str = "auto"
     num_nodes: int = 1
     precision: int | str | None = None
@@ -158,7 +159,7 @@ def _refuse_others(trainer: Namespace) -> None:
     refused = [name for name, known in neutral.items() if not any(_same(values[name], value) for value in known)]
     if trainer.precision not in PRECISIONS:
         refused.append("precision")
-    if not isinstance(trainer.strategy, str):
+    if isinstance(trainer.strategy, dict) and not _honours(trainer.strategy):
         refused.append("strategy")
     if trainer.gradient_clip_algorithm not in (None, "norm", "value"):
         refused.append("gradient_clip_algorithm")
@@ -169,6 +170,18 @@ def _refuse_others(trainer: Namespace) -> None:
     if refused:
         given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
+
+
+# What Lightning's DDPStrategy takes besides, with the values that ask for nothing.
+_STRATEGY_NEUTRAL = {"timeout": "0:30:00", "start_method": "popen", "dim": 0, "init_sync": True, "check_reduction": False}
+_STRATEGY_NEUTRAL |= {"skip_all_reduce_unused_params": False, "batched_grad_copy": False}
+
+
+def _honours(strategy: dict[str, Any]) -> bool:
+    given = {name: value for name, value in (strategy.get("init_args") or {}).items() if value is not None}
+    asked = {name for name, value in given.items() if not (name in _STRATEGY_NEUTRAL and value == _STRATEGY_NEUTRAL[name])}
+    named = str(strategy.get("class_path")).endswith("DDPStrategy")
+    return named and not strategy.get("dict_kwargs") and asked <= {*DDP_KEYWORDS, "ddp_comm_hook"}
 
 
 def _check_numbers(trainer: Namespace) -> None:

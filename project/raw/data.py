@@ -16,7 +16,7 @@ from project.core.data import (
 )
 from project.core.index import Splits
 from project.core.plan import BatchPlan, loader_workers
-from project.core.transforms import train_transform, val_transform
+from project.core.transforms import TrainTransform, val_transform
 from project.raw.cli import TrainerConfig
 from project.raw.distributed import Ranks
 
@@ -41,10 +41,10 @@ class ImageFolders:
         workers = loader_workers(config.num_workers, local_ranks=local_ranks)
         self._options: dict[str, Any] = loader_options(num_workers=workers, pin_memory=ranks.device.type == "cuda")
 
-    def train_dataloader(self) -> ResumableLoader[Sample]:
+    def train_dataloader(self, *, epochs: float | None) -> ResumableLoader[Sample]:
         dataset = TrainImages(
             self.splits.train,
-            train_transform(self.config),
+            TrainTransform(self.config, epochs=epochs),
             seed=self.seed,
             skip_bad=self.config.on_bad_image == "skip",
         )

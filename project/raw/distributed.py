@@ -1,5 +1,7 @@
 """Replaces DDPStrategy and the cluster environments: who this process is, its group, and what ranks exchange."""
 
+import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -66,7 +68,19 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def wrap(model: nn.Module, ranks: Ranks, *, find_unused: bool) -> nn.Module:
+DDP_KEYWORDS = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers"}
+
+
+def ddp_options(strategy: str | dict[str, Any]) -> dict[str, Any]:
+    """DDP's own keywords, from `ddp`, its longer names, or Lightning's DDPStrategy with `init_args`."""
+    if isinstance(strategy, dict):
+        given = strategy.get("init_args") or {}
+        known = {*DDP_KEYWORDS, "ddp_comm_hook"}
+        return {name: value for name, value in given.items() if name in known and value is not None}
+    return {"find_unused_parameters": strategy == "ddp_find_unused_parameters_true"}
+
+
+def wrap(model: nn.Module, ranks: Ranks, *, ddp_comm_hook: str | None = None, **options: Any) -> nn.Module:
     """The model in DDP: every rank starts from rank 0's weights, and backward leaves the mean gradient of all ranks.
 
     The model is on its device already: DDP allocates its buckets beside the parameters that it is given.
@@ -74,7 +88,11 @@ def wrap(model: nn.Module, ranks: Ranks, *, find_unused: bool) -> nn.Module:
     if ranks.world_size == 1:
         return model
     device_ids = [ranks.local_rank] if ranks.device.type == "cuda" else None  # on the CPU DDP must be given none
-    return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
+    if ddp_comm_hook is not None:  # replaces DDP's own reduction of a bucket, say by one in 16 bits
+        module, _, name = ddp_comm_hook.rpartition(".")
+        wrapped.register_comm_hook(None, getattr(importlib.import_module(module), name))
+    return wrapped
 
 
 def broadcast(value: Any) -> Any:
@@ -94,7 +112,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return torch.stack(gathered).sum(dim=0)
 
 
-def equal_buffers(model: nn.Module) -> None:
+def equal_buffers(*models: nn.Module) -> None:
     """BatchNorm's running statistics on every rank as rank 0 has them: what is validated is what is saved.
 
     They differ after every training step, since each rank has seen other images. DDP copies rank 0's before the next
@@ -103,7 +121,7 @@ def equal_buffers(model: nn.Module) -> None:
     if not dist.is_initialized():
         return
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
+    for buffer in itertools.chain.from_iterable(model.buffers() for model in models):
         by_type.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_type.values():  # one message per type: 159 single ones take 18 times as long
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

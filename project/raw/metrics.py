@@ -15,7 +15,8 @@ from project.raw.distributed import sum_over_ranks
 class ValMetrics:
     """Loss, top-1, top-5 and images of an evaluation, as sums: padding counts nowhere, and ranks can be added."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, prefix: str = "val/") -> None:
+        self.prefix = prefix
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
 
     def update(self, logits: Tensor, target: Tensor) -> None:
@@ -29,12 +30,13 @@ class ValMetrics:
     def compute(self) -> dict[str, float]:
         """The same values on every rank."""
         loss, top1, top5, images = sum_over_ranks(self.sums).cpu()
-        return {
-            "val/top1": (top1.float() / images.float()).item(),  # float32, as torchmetrics divides
-            "val/top5": (top5.float() / images.float()).item(),
-            "val/loss": (loss / images).item(),
-            "val/images": images.item(),
+        values = {
+            "top1": (top1.float() / images.float()).item(),  # float32, as torchmetrics divides
+            "top5": (top5.float() / images.float()).item(),
+            "loss": (loss / images).item(),
+            "images": images.item(),
         }
+        return {f"{self.prefix}{name}": value for name, value in values.items()}
 
 
 class TrainMetrics:

@@ -1,5 +1,6 @@
-"""Replaces LightningModule: the model as one torch module, from uint8 images to logits, and its loss."""
+"""Replaces LightningModule: the model as one torch module, from images to logits, and its loss."""
 
+import torch
 from torch import Tensor, nn
 
 from project.core.config import ModelConfig
@@ -17,10 +18,18 @@ class Classifier(nn.Module):
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self.model = build_model(config, num_classes=num_classes, seed=seed)
         self.normalize = Normalize()
+        self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.note = ""
         if config.weights is not None:
             self.note = load_weights(self.model, config.weights, flag="--model.weights", new_head=True)
+        self.model.to(memory_format=self.memory_format)
+        if config.compile:
+            self.model.compile()  # in place: names in checkpoints stay as they are
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, h, w] -> what the network takes: float32, normalised, in its memory format."""
+        return self.normalize(images.contiguous(memory_format=self.memory_format))
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 [n, 3, h, w] -> logits [n, classes]."""
-        return self.model(self.normalize(images))
+        """Prepared images [n, 3, h, w] -> logits [n, classes]."""
+        return self.model(images)

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from project.core.arguments import expand
-from project.core.checks import check_batches, check_resume, check_weights
+from project.core.checks import check_recipe, check_resume, check_weights
 from project.core.index import Splits, load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
-from project.core.optim import check_schedule
 from project.core.plan import BatchPlan, available_cores, count_steps
 from project.core.record import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
@@ -60,9 +59,8 @@ def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
     trainer = settings.trainer
     num_classes = check_num_classes(settings.model, classes=splits.classes)
     plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
-    check_batches(plan, train_size=settings.data.train_size)
     last = count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)
-    check_schedule(settings.model, total_steps=last)
+    check_recipe(plan, settings.model, settings.data, total_steps=last)
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:

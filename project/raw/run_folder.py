@@ -10,7 +10,7 @@ from project.raw.cli import Settings, save_config
 from project.raw.distributed import Ranks, broadcast
 
 _COLUMNS = ["epoch", "step", "train/data_wait", "train/images_per_s", "train/loss", "train/lr"]
-_COLUMNS += ["val/images", "val/loss", "val/top1", "val/top5"]
+_OF_VALIDATION = ["images", "loss", "top1", "top5"]
 
 
 def make_run_folder(settings: Settings, ranks: Ranks) -> Path:
@@ -25,7 +25,9 @@ def make_run_folder(settings: Settings, ranks: Ranks) -> Path:
 class Logger:
     """Writes metrics.csv and curves.png on the rank that is given a folder, and nothing on the others."""
 
-    def __init__(self, folder: Path | None, *, rows: bool) -> None:
+    def __init__(self, folder: Path | None, *, rows: bool, ema: bool) -> None:
+        prefixes = ["val/ema_", "val/"] if ema else ["val/"]
+        self.columns = _COLUMNS + [prefix + name for prefix in prefixes for name in _OF_VALIDATION]
         self.folder, self.rows, self.drawn = folder, rows, time.monotonic()
 
     def log(self, row: dict[str, float]) -> None:
@@ -35,7 +37,7 @@ class Logger:
         path = self.folder / "metrics.csv"
         new = not path.exists()
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, _COLUMNS)
+            writer = csv.DictWriter(file, self.columns)
             if new:
                 writer.writeheader()
             writer.writerow(row)

@@ -11,13 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.core.checkpoint import RECORD, read_checkpoint, write_atomic
-from project.core.optim import build_optimizer, build_schedule, may_fuse
-from project.core.plan import count_steps
+from project.core.ema import build_ema
+from project.core.mixing import Mixing
+from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
+from project.core.plan import count_epochs, count_steps, limit_batches
 from project.core.weights import extract_state_dict
 from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
-from project.raw.distributed import Ranks, equal_buffers, sum_over_ranks, wrap
+from project.raw.distributed import Ranks, ddp_options, equal_buffers, sum_over_ranks, wrap
 from project.raw.metrics import TrainMetrics, ValMetrics
 from project.raw.module import Classifier
 from project.raw.precision import Precision
@@ -62,8 +64,7 @@ class Trainer:
         if config.sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
-        find_unused = config.strategy == "ddp_find_unused_parameters_true"
-        self.model = wrap(self.module, self.ranks, find_unused=find_unused)
+        self.model = wrap(self.module, self.ranks, **ddp_options(config.strategy))
         self.no_sync = self.model.no_sync if isinstance(self.model, DistributedDataParallel) else nullcontext
         self.precision = Precision(str(config.precision), self.device)
         self.clip_val = config.gradient_clip_val or 0.0  # 0 means no clipping, not no gradient
@@ -78,13 +79,18 @@ class Trainer:
             steps_per_epoch=self.plan.steps_per_epoch,
             total_steps=self.total_steps,
         )
-        self.train_loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
+        warmup = warmup_steps(self.module.config, steps_per_epoch=self.plan.steps_per_epoch)
+        self.ema = build_ema(self.module.model, self.module.config, warmup_steps=warmup)
+        self.networks = [self.module.model, *([self.ema.model] if self.ema else [])]
+        self.mixing = Mixing(self.data.config, num_classes=len(self.data.splits.classes), seed=self.data.seed)
+        epochs = count_epochs(self.total_steps, steps_per_epoch=self.plan.steps_per_epoch)
+        self.train_loader, self.val_loader = self.data.train_dataloader(epochs=epochs), self.data.val_dataloader()
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.place = Place()
         self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
         self.log_every = config.log_every_n_steps or 50
         first = self.ranks.is_first
-        self.logger = Logger(self.folder if first else None, rows=config.logger is not False)
+        self.logger = Logger(self.folder if first else None, rows=config.logger is not False, ema=self.ema is not None)
         self.progress = Progress(enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs)
 
     # Training
@@ -106,6 +112,8 @@ class Trainer:
             self.metrics.begin_batch()
             images, target, index = batch
             images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+            images = self.module.prepare(images)
+            images, target = self.mixing(images, target, epoch=place.epoch, batch=place.batches, rank=self.ranks.rank)
             if place.batches % plan.accumulate == 0:
                 self.optimizer.zero_grad()
             place.batches += 1
@@ -143,6 +151,8 @@ class Trainer:
         scaler.update()
         self.schedule.step()
         self.place.step += 1
+        if self.ema:
+            self.ema.update(self.module.model, step=self.place.step)
 
     def end_interval(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -169,20 +179,22 @@ class Trainer:
 
     def validate(self, limit: int | None = None) -> dict[str, float]:
         """Exact metrics over the whole set, the same on every rank."""
-        equal_buffers(self.module.model)
+        equal_buffers(*self.networks)
         self.model.eval()
-        metrics = ValMetrics(self.device)
+        # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
+        scored = [(self.model, ValMetrics(self.device))]
+        scored += [(self.ema.model, ValMetrics(self.device, prefix="val/ema_"))] if self.ema else []
         inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
         with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
             batches = self.val_batches if limit is None else min(limit, self.val_batches)
             for images, target, _ in islice(self.val_loader, batches):
                 images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+                images = self.module.prepare(images)
                 with self.precision.autocast():
-                    # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
-                    logits = self.model(images).float()
-                    metrics.update(logits, target)
+                    for network, metrics in scored:
+                        metrics.update(network(images).float(), target)
         self.model.train()
-        return metrics.compute()
+        return {name: value for _, metrics in scored for name, value in metrics.compute().items()}
 
     def log_validation(self, metrics: dict[str, float]) -> None:
         row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
@@ -195,7 +207,7 @@ class Trainer:
 
     def save_checkpoints(self, *, may_be_best: bool) -> None:
         """last.ckpt, and best.ckpt where this validation had the highest top-1; equal buffers, one writer."""
-        equal_buffers(self.module.model)
+        equal_buffers(*self.networks)
         if not self.ranks.is_first:
             return
         names = ["last.ckpt"]
@@ -210,6 +222,7 @@ class Trainer:
             optimizer=self.optimizer,
             schedule=self.schedule,
             scaler=self.precision.scaler,
+            ema=self.ema,
             history=self.metrics.history,
         )
         for name in names:
@@ -223,7 +236,7 @@ class Trainer:
         content = read_checkpoint(ckpt_path)
         self.module.model.load_state_dict(extract_state_dict(content, path=ckpt_path, flag="--ckpt_path"))
         record = content[RECORD]
-        self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler)
+        self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler, ema=self.ema)
         self.metrics.history = record["history"]
         if self.ranks.is_first and self.config.enable_checkpointing is not False:
             self.place.best = inherit_best(self.place.best, self.folder)
@@ -233,9 +246,3 @@ class Trainer:
     def count_replaced(self) -> int:
         """Unreadable images that were replaced, on all ranks."""
         return int(sum_over_ranks(torch.tensor(float(len(self.metrics.replaced)), device=self.device)))
-
-
-def limit_batches(batches: int, limit: int | float | None) -> int:
-    if limit is None:
-        return batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
