@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 REPOSITORY = Path(__file__).parents[1]
@@ -18,6 +19,13 @@ PHOTOS = REPOSITORY.parent / "shared" / "data"  # real photographs, where they a
 
 # A small network and few steps: for what does not depend on the architecture.
 SMALL = ["--model.arch", "resnet18", "--model.zero_init_residual", "false"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @dataclass(frozen=True)

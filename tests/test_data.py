@@ -20,7 +20,7 @@ from project.core.data import (
 from project.core.errors import BadImageError
 from project.core.index import load_splits
 from project.core.seed import mix, seeded
-from project.core.transforms import train_transform, val_transform
+from project.core.transforms import TrainTransform, val_transform
 
 Make = Callable[..., Path]
 CONFIG = DataConfig(root="digits", train_size=32, val_resize=32, val_size=32)
@@ -28,7 +28,7 @@ CONFIG = DataConfig(root="digits", train_size=32, val_resize=32, val_size=32)
 
 def train_images(root: Path | str = "digits", *, seed: int = 1, skip_bad: bool = False) -> TrainImages:
     config = DataConfig(root=str(root), train_size=32, val_resize=32, val_size=32)
-    return TrainImages(load_splits(config).train, train_transform(config), seed=seed, skip_bad=skip_bad)
+    return TrainImages(load_splits(config).train, TrainTransform(config, epochs=1), seed=seed, skip_bad=skip_bad)
 
 
 def loader(dataset: TrainImages, *, rank: int = 0, ranks: int = 1, workers: int = 0, epoch: int = 0, **more: object):  # type: ignore[no-untyped-def]
@@ -73,6 +73,17 @@ def test_persistent_workers_see_the_epoch_change() -> None:
     assert len(shared) > 1000
     assert sum(torch.equal(first[i], second[i]) for i in shared) < 20
     assert all(torch.equal(dataset[(1, i)][0], second[i]) for i in list(shared)[:20])
+
+
+def test_persistent_workers_make_images_of_the_epochs_size() -> None:
+    config = DataConfig(root="digits", train_size=64, start_size=32, ramp_start=0.0, ramp_end=1.0)
+    dataset = TrainImages(load_splits(config).train, TrainTransform(config, epochs=2), seed=1, skip_bad=False)
+    one = loader(dataset, workers=1)
+    seen = []
+    for epoch in range(3):
+        one.batch_sampler.sampler.set_epoch(epoch)
+        seen.append({tuple(images.shape[2:]) for images, _, _ in one})
+    assert seen == [{(32, 32)}, {(64, 64)}, {(64, 64)}]  # 48 is no multiple of 32: it rounds up
 
 
 def test_augmentation_leaves_the_global_generator_alone() -> None:

@@ -1,13 +1,8 @@
 """One YAML, the same steps on any number of devices: the arithmetic, worked by hand."""
 
-import math
-
 import pytest
-from torch import nn
 
-from project.core.config import ModelConfig
 from project.core.errors import UserError
-from project.core.optim import build_optimizer, build_schedule, lr_factor
 from project.core.plan import BatchPlan, available_cores, loader_workers
 
 
@@ -64,44 +59,3 @@ def test_workers_share_the_cores() -> None:
     assert loader_workers(3, local_ranks=1) == 3
     assert loader_workers(None, local_ranks=1) == min(16, cores - 1)
     assert loader_workers(None, local_ranks=cores) == 0
-
-
-def rates(config: ModelConfig, *, steps_per_epoch: int, epochs: int) -> list[float]:
-    """The learning rate that each optimizer step is taken with."""
-    optimizer = build_optimizer(nn.Linear(1, 1), config)
-    total = steps_per_epoch * epochs
-    schedule = build_schedule(optimizer, config, steps_per_epoch=steps_per_epoch, total_steps=total)
-    found = []
-    for _ in range(total):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return found
-
-
-def test_step_schedule_drops_as_torchvision_does() -> None:
-    found = rates(ModelConfig(lr=0.1, schedule="step", step_epochs=30), steps_per_epoch=2, epochs=90)
-    assert found[:60] == [0.1] * 60
-    assert found[60:120] == pytest.approx([0.01] * 60)
-    assert found[120:] == pytest.approx([0.001] * 60)
-
-
-def test_warmup_rises_inside_the_first_epoch_and_cosine_falls_from_the_peak() -> None:
-    found = rates(ModelConfig(lr=1.0, schedule="cosine", warmup_epochs=1), steps_per_epoch=4, epochs=3)
-    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert found[8] == pytest.approx(0.5)  # half of the 8 steps after warm-up are done
-    assert found == sorted(found[:4]) + sorted(found[4:], reverse=True)
-    end = lr_factor(12, config=ModelConfig(schedule="cosine", warmup_epochs=1), steps_per_epoch=4, total_steps=12)
-    assert end == pytest.approx(0, abs=1e-15)
-
-
-def test_cosine_without_an_end_is_refused() -> None:
-    config = ModelConfig(schedule="cosine")
-    with pytest.raises(UserError, match=r"--trainer\.max_epochs"):
-        build_schedule(build_optimizer(nn.Linear(1, 1), config), config, steps_per_epoch=1, total_steps=None)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_rates_are_refused(value: float) -> None:
-    with pytest.raises(UserError, match=r"--model\.lr is"):
-        ModelConfig(lr=value)

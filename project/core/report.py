@@ -28,7 +28,7 @@ def data_lines(config: DataConfig, splits: Splits) -> list[str]:
 
 
 def run_lines(
-    plan: BatchPlan, config: ModelConfig, *, max_epochs: int | None, max_steps: int, precision: str, device: str
+    plan: BatchPlan, config: ModelConfig, *, max_epochs: int | None, max_steps: int, precision: str, device: str, tuned: list[str]
 ) -> list[str]:
     """What one step is made of, and where it runs.
 
@@ -39,6 +39,7 @@ def run_lines(
         max_steps: -1 where steps do not limit the training.
         precision: Lightning's name of it.
         device: Type of the devices, as torch names it.
+        tuned: What `core.device.tune` has switched on.
     """
     epochs = f"{max_epochs} epochs" if max_epochs and max_epochs > 0 else "no last epoch"
     if max_steps != -1:
@@ -48,7 +49,7 @@ def run_lines(
         where += f" over {'nccl' if device == 'cuda' else 'gloo'}"
     lines = [
         f"run   {config.arch}: {plan.line()}, {epochs}",
-        f"      peak learning rate {config.lr:g} ({config.schedule}), {precision}, {where}",
+        f"      peak learning rate {config.lr:g}, {', '.join([precision, *tuned, where])}",
     ]
     if plan.tail:
         lines.append(

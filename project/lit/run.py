@@ -9,16 +9,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from project.core.arguments import expand, flag_value
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.checks import check_classes, check_weights
+from project.core.device import tune
 from project.core.errors import UserError
 from project.core.index import load_splits
 from project.core.launch import is_first_rank, launch, started_by_others, started_by_us
 from project.core.model import check_num_classes
-from project.core.plan import available_cores
+from project.core.plan import available_cores, count_epochs
+from project.core.recipe import recipe_lines
 from project.core.record import check_record_folder
 from project.core.report import accuracy, data_lines, run_lines
 from project.core.weights import find_arch, read_weights
 from project.lit.checks import check_fit
 from project.lit.cli import TrainCLI, ValidateCLI
+from project.lit.data import total_steps
 from project.lit.quiet import quiet
 
 
@@ -30,6 +33,11 @@ def _start_ranks(cli: TrainCLI, arguments: list[str]) -> int | None:
     threads = max(1, available_cores() // trainer.num_devices)
     module = f"project.{cli.command}"
     return launch(module, arguments, ranks=trainer.num_devices, num_nodes=trainer.num_nodes, threads=threads)
+
+
+def _tune(cli: TrainCLI) -> list[str]:
+    given = cli.config.trainer
+    return tune(cli.trainer.strategy.root_device.type, deterministic=bool(given.deterministic), benchmark=given.benchmark)
 
 
 def _say(lines: list[str]) -> None:
@@ -52,13 +60,17 @@ def fit(arguments: list[str]) -> int:
             max_steps=trainer.max_steps,
             precision=trainer.precision,
             device=trainer.strategy.root_device.type,
+            tuned=_tune(cli),
         )
-        _say(data_lines(cli.datamodule.config, splits) + lines)
+        epochs = count_epochs(total_steps(trainer, plan), steps_per_epoch=plan.steps_per_epoch)
+        recipe = recipe_lines(cli.model.config, cli.datamodule.config, num_classes=len(splits.classes), epochs=epochs)
+        _say(data_lines(cli.datamodule.config, splits) + lines + recipe)
     decided = ["--seed_everything", str(cli.config.seed_everything)]
     decided += ["--ckpt_path", cli.config.ckpt_path] if cli.config.ckpt_path else []
     code = _start_ranks(cli, [*arguments, *decided])
     if code is not None:
         return code
+    _tune(cli)
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     except SIGTERMException:  # which would end the process with code 0

@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from project.core.arguments import expand
 from project.core.checks import check_recipe, check_resume, check_weights
+from project.core.device import tune
 from project.core.index import Splits, load_splits
 from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
-from project.core.plan import BatchPlan, available_cores, count_steps
+from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
+from project.core.recipe import recipe_lines
 from project.core.record import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
-from project.raw.cli import Settings, parse
+from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, process_group
 from project.raw.module import Classifier
@@ -41,9 +43,12 @@ def fit(arguments: list[str]) -> int:
             max_steps=trainer.max_steps,
             precision=str(trainer.precision),
             device=trainer.accelerator,
+            tuned=tune(trainer.accelerator, deterministic=bool(trainer.deterministic), benchmark=trainer.benchmark),
         )
+        epochs = count_epochs(total_steps(trainer, plan), steps_per_epoch=plan.steps_per_epoch)
+        recipe = recipe_lines(settings.model, settings.data, num_classes=len(splits.classes), epochs=epochs)
         if is_first_rank():
-            print("\n".join(data_lines(settings.data, splits) + lines), flush=True)
+            print("\n".join(data_lines(settings.data, splits) + lines + recipe), flush=True)
     if not (started_by_us() or started_by_others() or ranks * trainer.num_nodes == 1):
         decided = ["--seed_everything", str(settings.seed)]
         decided += ["--ckpt_path", settings.ckpt_path] if settings.ckpt_path else []
@@ -59,7 +64,7 @@ def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
     trainer = settings.trainer
     num_classes = check_num_classes(settings.model, classes=splits.classes)
     plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
-    last = count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)
+    last = total_steps(trainer, plan)
     check_recipe(plan, settings.model, settings.data, total_steps=last)
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
@@ -68,18 +73,22 @@ def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
     return plan
 
 
+def total_steps(trainer: TrainerConfig, plan: BatchPlan) -> int | None:
+    """Optimizer steps of the whole training; None where nothing limits them."""
+    return count_steps(max_epochs=trainer.max_epochs, max_steps=trainer.max_steps, steps_per_epoch=plan.steps_per_epoch)
+
+
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def use_deterministic(mode: bool | str | None, benchmark: bool | None) -> None:
+def use_deterministic(mode: bool | str | None) -> None:
     """On CUDA equal runs give equal bits only with these; on the CPU they do anyway."""
     if mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
-    torch.backends.cudnn.benchmark = bool(benchmark) and not mode
 
 
 def describe(settings: Settings, splits: Splits) -> dict[str, Any]:
@@ -102,7 +111,8 @@ def describe(settings: Settings, splits: Splits) -> dict[str, Any]:
 def train(settings: Settings, ranks: Ranks) -> None:
     """One rank, from its first seed to its last line."""
     trainer = settings.trainer
-    use_deterministic(trainer.deterministic, trainer.benchmark)
+    use_deterministic(trainer.deterministic)
+    tune(ranks.device.type, deterministic=bool(trainer.deterministic), benchmark=trainer.benchmark)
     with process_group(ranks):
         try:
             seed_everything(settings.seed)
