@@ -36,10 +36,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m project.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the checkpoint's run")
     parser.add_argument("--out", required=True, type=Path, help="file to write: .pt, .safetensors or .onnx")
     options = parser.parse_args()
     out: Path = options.out
-    trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights)
+    trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights, ema=options.ema)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix in (".pt", ".pth"):
         write_atomic(trained.network.state_dict(), out)

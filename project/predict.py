@@ -20,12 +20,13 @@ def main() -> int:
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the checkpoint's run")
     parser.add_argument("--json", metavar="FILE", help="write the predictions to this file too")
     parser.add_argument("--batch_size", type=int, default=32, help="images per forward (default: %(default)s)")
     options = parser.parse_args()
     if options.batch_size < 1:
         parser.error(f"--batch_size is {options.batch_size}: give 1 or more images")
-    trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights)
+    trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights, ema=options.ema)
     paths = find_images(options.images)
 
     table = Table("image", "class", "probability", box=None, pad_edge=False)

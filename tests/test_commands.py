@@ -177,6 +177,35 @@ def test_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)
 
 
+def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_path: Path) -> None:
+    """decay 0.5 after each of three steps, without warm-up: the average is w1 / 4 + w2 / 4 + w3 / 2, and no copy of w3."""
+    flags = ["--model.ema_decay", "0.5", "--model.warmup_epochs", "0", "--trainer.default_root_dir", str(tmp_path)]
+    run.fit([*QUICK, *flags, "--data.num_workers", "0"])
+    saved = tmp_path / "runs/0/checkpoints/last.ckpt"
+    average = load_trained(ckpt_path=str(saved), weights=None, ema=True).network.state_dict()
+    live = load_trained(ckpt_path=str(saved), weights=None).network.state_dict()
+    assert not torch.equal(average["fc.weight"], live["fc.weight"])
+    assert average["bn1.num_batches_tracked"] == live["bn1.num_batches_tracked"] == 3
+    with (tmp_path / "runs/0/metrics.csv").open() as file:
+        [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
+    assert (row["val/ema_images"], row["val/ema_loss"] != row["val/loss"]) == ("359.0", True)
+    finished = run_module("project.export", "--ckpt_path", saved, "--ema", "--out", tmp_path / "w.pt")
+    assert (finished.code, finished.err) == (0, "")
+    exported = torch.load(tmp_path / "w.pt", weights_only=True)
+    torchvision.models.resnet18(num_classes=10).load_state_dict(exported, strict=True)
+    assert all(torch.equal(value, average[name]) for name, value in exported.items())
+    with pytest.raises(UserError, match=r"--ema: .*last\.ckpt holds no average"):
+        load_trained(ckpt_path=str(checkpoint), weights=None, ema=True)
+    with pytest.raises(UserError, match="--ema takes the average from a checkpoint"):
+        load_trained(ckpt_path=None, weights="w.pt", ema=True)
+
+
+def test_other_decay_groups_than_a_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--ckpt_path", str(checkpoint), "--model.norm_weight_decay", "0", "--trainer.default_root_dir", str(tmp_path)]
+    with pytest.raises(UserError, match="holds 1 groups of parameters.*this run would have 2"):
+        run.fit([*QUICK, *flags, "--max_epochs", "2"])
+
+
 @pytest.mark.slow
 def test_onnx_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
     finished = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.onnx")

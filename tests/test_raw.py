@@ -20,7 +20,9 @@ from project.core.checkpoint import RECORD
 from project.core.errors import UserError
 from project.core.record import read_record, read_sketch
 from project.core.weights import extract_state_dict
+from project.lit.cli import TrainCLI
 from project.raw.cli import NEUTRAL, TrainerConfig, parse
+from project.raw.distributed import ddp_options
 from tests.conftest import REPOSITORY, SMALL, Finished, run_module, write_images
 
 # 22 training images over 2 ranks are 11 each: 5 batches of 2 and one of 1, in windows of 4 and a tail of 2, so 2 steps an
@@ -217,7 +219,9 @@ def test_every_keyword_of_lightnings_trainer_is_known() -> None:
         ("fast_dev_run: true", "trainer.fast_dev_run True"),
         ("callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping}]", "trainer.callbacks"),
         ("logger: {class_path: lightning.pytorch.loggers.CSVLogger}", "trainer.logger"),
-        ("strategy: {class_path: lightning.pytorch.strategies.DDPStrategy}", "trainer.strategy"),
+        ("strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}", "trainer.strategy"),
+        ("strategy: {class_path: DDPStrategy, init_args: {model_averaging_period: 4}}", "trainer.strategy"),
+        ("strategy: {class_path: DDPStrategy, init_args: {start_method: spawn}}", "trainer.strategy"),
         ("val_check_interval: 1", "trainer.val_check_interval 1"),  # one batch; 1.0 is the whole epoch
         ("max_time: 00:01:00:00", "trainer.max_time"),
         ("precision: bf16-true", "trainer.precision 'bf16-true'"),
@@ -230,6 +234,19 @@ def test_what_raw_does_not_implement_is_refused_by_name(setting: str, named: str
     with pytest.raises(UserError, match="does not implement") as caught:
         parse(["--config", str(tmp_path / "c.yaml")])
     assert named in str(caught.value)
+
+
+def test_ddps_own_options_are_honoured(tmp_path: Path) -> None:
+    """Also as Lightning saves them: with all that its strategy takes besides, at the values that ask for nothing."""
+    options = {"static_graph": True, "bucket_cap_mb": 10, "gradient_as_bucket_view": True}
+    flags = [part for name, value in options.items() for part in (f"--trainer.strategy.{name}", str(value).lower())]
+    flags = ["--trainer.strategy", "DDPStrategy", *flags]
+    cli = TrainCLI(flags)
+    (tmp_path / "c.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
+    for arguments in (flags, ["--config", str(tmp_path / "c.yaml")]):
+        found = ddp_options(parse(arguments).trainer.strategy)
+        assert {name: value for name, value in found.items() if value} == options  # Lightning's file has find_unused false, too
+    assert ddp_options("ddp_find_unused_parameters_true") == {"find_unused_parameters": True}
 
 
 def test_a_refused_class_path_does_not_import_lightning(tmp_path: Path) -> None:

@@ -306,9 +306,9 @@ def test_a_schedule_needs_an_end(schedule: Any) -> None:
 def test_warmup_longer_than_training_and_growth_without_end_are_refused() -> None:
     plan = BatchPlan(global_batch_size=4, world_size=1, accumulate=1, samples=40, drop_last=True)
     longer = ModelConfig(schedule="cosine", warmup_epochs=3)
-    with pytest.raises(UserError, match=r"--model\.warmup_epochs 3 is 30 steps, and the training has 30"):
-        check_recipe(plan, longer, DataConfig(), total_steps=30)
-    check_recipe(plan, longer, DataConfig(), total_steps=31)
+    with pytest.raises(UserError, match=r"--model\.warmup_epochs 3 is 30 steps, and the training has 29"):
+        check_recipe(plan, longer, DataConfig(), total_steps=29)
+    check_recipe(plan, longer, DataConfig(), total_steps=30)
     with pytest.raises(UserError, match=r"--data\.start_size needs an end"):
         check_recipe(plan, ModelConfig(schedule="constant"), DataConfig(start_size=64), total_steps=None)
 

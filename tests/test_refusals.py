@@ -59,6 +59,11 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--data.hflip 1.5", ["--data.hflip", "1.5"]),
         ("--trainer.sync_batchnorm true", ["--trainer.sync_batchnorm", "GPU"]),
         ("--precision 16-mixed", ["--precision 16-mixed", "bf16-mixed"]),
+        (
+            "--trainer.strategy DDPStrategy --trainer.strategy.ddp_comm_hook "
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook",
+            ["--trainer.strategy.ddp_comm_hook", "needs GPUs"],
+        ),
         ("--accelerator gpu", ["--accelerator gpu", "--accelerator cpu"]),
         ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
         ("--devices 0", ["devices"]),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
@@ -32,10 +33,12 @@ def check_devices(config: Any) -> None:
     on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
     if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
         raise UserError(f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu.")
-    name = strategy if isinstance(strategy, str) else str(strategy.get("class_path", strategy))
+    name: str = str(strategy)
+    given: Any = {}
+    if isinstance(strategy, dict | Namespace):
+        name, given = str(strategy.get("class_path", strategy)), strategy.get("init_args") or {}
     if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
         raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
-    given = (strategy.get("init_args") or {}) if not isinstance(strategy, str) else {}
     if given.get("ddp_comm_hook") and not on_cuda:
         raise UserError(
             f"--trainer.strategy.ddp_comm_hook {given['ddp_comm_hook']} needs GPUs: Lightning registers no hook on a CPU. "

@@ -16,7 +16,7 @@ from project.core.images import read_image
 from project.core.index import images_below
 from project.core.model import new_model
 from project.core.transforms import Normalize, val_transform
-from project.core.weights import extract_state_dict, find_arch, read_weights
+from project.core.weights import average_of, extract_state_dict, find_arch, read_weights
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,26 @@ class Trained:
     val_size: int
 
 
-def load_trained(*, ckpt_path: str | None, weights: str | None) -> Trained:
+def load_trained(*, ckpt_path: str | None, weights: str | None, ema: bool = False) -> Trained:
     """From a checkpoint of a run, or from a state dict of torchvision or timm with its usual image size.
+
+    Args:
+        ckpt_path: A checkpoint.
+        weights: Or a state dict.
+        ema: Of a checkpoint, take the moving average in place of the live weights.
 
     Raises:
         UserError: neither or both were named, or the file cannot be used.
     """
+    if ema and ckpt_path is None:
+        raise UserError("--ema takes the average from a checkpoint: name it with --ckpt_path.")
     if (ckpt_path is None) == (weights is None):
         raise UserError("Name a network: either --ckpt_path CHECKPOINT of a run, or --weights FILE.")
     if ckpt_path is not None:
         path, flag = ckpt_path, "--ckpt_path"
         content = read_checkpoint(path)
-        tensors, record = extract_state_dict(content, path=path, flag=flag), content[RECORD]
+        held = average_of(content, path=path) if ema else content
+        tensors, record = extract_state_dict(held, path=path, flag=flag), content[RECORD]
     else:
         path, flag = str(weights), "--weights"
         tensors, record = read_weights(path, flag=flag)

@@ -87,13 +87,13 @@ def lr_factor(step: int, *, config: ModelConfig, steps_per_epoch: int, total_ste
 
 
 def check_schedule(config: ModelConfig, *, steps_per_epoch: int, total_steps: int | None) -> None:
-    """A training has steps, an end where its schedule needs one, and warm-up is not all of it."""
+    """A training has steps, an end where its schedule needs one, and is no shorter than its warm-up."""
     if total_steps == 0:
         raise UserError("Nothing would be trained: give --trainer.max_epochs or --trainer.max_steps 1 or more.")
     if total_steps is None and config.schedule in ("cosine", "linear"):
         raise UserError(f"--model.schedule {config.schedule} needs an end: give --trainer.max_epochs or --trainer.max_steps.")
     warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch)
-    if total_steps is not None and config.schedule != "constant" and warmup >= total_steps:
+    if total_steps is not None and config.schedule != "constant" and warmup > total_steps:
         raise UserError(
             f"--model.warmup_epochs {config.warmup_epochs:g} is {warmup} steps, and the training has {total_steps}: it would "
             "never reach its peak rate.\nGive a shorter warm-up, or more --trainer.max_epochs."

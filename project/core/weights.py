@@ -15,6 +15,18 @@ from project.core.model import new_model
 _PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
 
+def average_of(content: dict[str, Any], *, path: str) -> dict[str, Any]:
+    """The moving average in a checkpoint of ours.
+
+    Raises:
+        UserError: the run kept none.
+    """
+    average: dict[str, Any] = content[RECORD].get("ema", {})
+    if not average:
+        raise UserError(f"--ema: {path} holds no average; its run had no --model.ema_decay. Leave --ema out.")
+    return average
+
+
 def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict[str, Tensor]:
     """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add."""
     for key in ("state_dict", "model", "state_dict_ema"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
@@ -177,6 +178,16 @@ _STRATEGY_NEUTRAL = {"timeout": "0:30:00", "start_method": "popen", "dim": 0, "i
 _STRATEGY_NEUTRAL |= {"skip_all_reduce_unused_params": False, "batched_grad_copy": False}
 
 
+def _read_strategy(strategy: Any) -> Any:
+    """With the values of `--trainer.strategy.static_graph true` and the like as YAML reads them."""
+    if not isinstance(strategy, dict):
+        return strategy
+    whole: dict[str, Any] = strategy if "class_path" in strategy else {"class_path": "DDPStrategy", "init_args": strategy}
+    given: dict[str, Any] = whole.get("init_args") or {}
+    read = {k: yaml.safe_load(v) if k in DDP_KEYWORDS and isinstance(v, str) else v for k, v in given.items()}
+    return {**whole, "init_args": read}
+
+
 def _honours(strategy: dict[str, Any]) -> bool:
     given = {name: value for name, value in (strategy.get("init_args") or {}).items() if value is not None}
     asked = {name for name, value in given.items() if not (name in _STRATEGY_NEUTRAL and value == _STRATEGY_NEUTRAL[name])}
@@ -215,6 +226,7 @@ def parse(arguments: list[str]) -> Settings:
     config.record = None  # of this run only: config.yaml is there to be run again
     config.seed_everything = decide_seed(config.seed_everything)
     drop_stale_variables(num_nodes=config.trainer.num_nodes)
+    config.trainer.strategy = _read_strategy(config.trainer.strategy)
     _refuse_others(config.trainer)
     _check_numbers(config.trainer)
     trainer = config.trainer.clone()
