@@ -22,7 +22,11 @@ def draw_curves(history: list[dict[str, float]], path: Path) -> None:
     rate.plot(*series("train/lr"), color="C2")
     rate.set(title="learning rate", ylim=(0, None))
     steps, top1 = series("val/top1")
-    accuracy.plot(steps, [100 * value for value in top1], color="C1", marker="o", markersize=3)
+    accuracy.plot(steps, [100 * value for value in top1], color="C1", marker="o", markersize=3, label="model")
+    averaged, ema = series("val/ema_top1")
+    if ema:
+        accuracy.plot(averaged, [100 * value for value in ema], color="C3", marker="o", markersize=3, label="moving average")
+        accuracy.legend(frameon=False)
     accuracy.set(title="validation top-1 (%)", ylim=(0, 102))
     if top1:
         best = max(range(len(top1)), key=top1.__getitem__)

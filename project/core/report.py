@@ -64,8 +64,10 @@ def percent(share: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any]) -> str:
-    """Top-1 and top-5 of an evaluation."""
-    return f"top-1 {percent(float(metrics['val/top1']))}, top-5 {percent(float(metrics['val/top5']))}"
+    """Top-1 of an evaluation, and that of the moving average where there is one, else top-5."""
+    second = f"EMA {percent(float(metrics['val/ema_top1']))}" if "val/ema_top1" in metrics else ""
+    second = second or f"top-5 {percent(float(metrics['val/top5']))}"
+    return f"top-1 {percent(float(metrics['val/top1']))}, {second}"
 
 
 def status(row: Mapping[str, float]) -> str:
@@ -91,10 +93,12 @@ def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[
     """The best top-1, and the files that a person will look for, of those that are there."""
     lines = []
     tops = [row for row in history if "val/top1" in row]
-    if tops:
-        best = max(tops, key=lambda row: row["val/top1"])
-        counted = f"{int(best['val/images']):,} images"
-        lines.append(f"best top-1 {percent(best['val/top1'])} on {counted}, after epoch {int(best['epoch']) + 1}")
+    for name, words in (("val/top1", "best top-1"), ("val/ema_top1", "best top-1 of the average")):
+        scored = [row for row in tops if name in row]
+        if scored:
+            best = max(scored, key=lambda row: row[name])
+            counted = f"{int(best['val/images']):,} images"
+            lines.append(f"{words} {percent(best[name])} on {counted}, after epoch {int(best['epoch']) + 1}")
     if folder is not None:
         lines.append(f"files in {folder}:\n{_files(folder)}")
     return lines
