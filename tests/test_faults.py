@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from project.core.errors import UserError
-from project.parity.fault import ACCUMULATED, PLAIN, Fault, Patch
+from project.parity.fault import ACCUMULATED, PLAIN, RECIPE, Fault, Patch
 from project.parity.faults import FAULTS, find_fault
 from project.parity.injection import Detection, inject, line, small_digits
 from project.parity.run import PHASES
@@ -22,7 +22,7 @@ def test_there_are_many_each_with_a_name_of_its_own() -> None:
 
 def test_they_cover_the_phases() -> None:
     assert {fault.phase for fault in FAULTS} == set(PHASES) - {"environment"}
-    assert {fault.flags for fault in FAULTS} == {PLAIN, ACCUMULATED}
+    assert {fault.flags for fault in FAULTS} == {PLAIN, ACCUMULATED, RECIPE}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -24,6 +24,14 @@ ACCUMULATED = (
 )
 
 
+# The steps of PLAIN with what recipes add: mixing, images that grow after the first epoch, BatchNorm without decay, an average.
+RECIPE = (
+    *(*PLAIN, "--data.mixup_alpha", "0.4", "--data.cutmix_alpha", "1", "--data.start_size", "32", "--data.train_size", "64"),
+    *("--data.ramp_start", "0", "--data.ramp_end", "0.5", "--data.trivial_augment", "true", "--data.random_erasing", "0.5"),
+    *("--model.norm_weight_decay", "0", "--model.ema_decay", "0.9", "--model.ema_every", "2", "--model.channels_last", "true"),
+)
+
+
 @dataclass(frozen=True)
 class Patch:
     """One attribute of the raw trainer's modules or classes, and what to put in its place.
