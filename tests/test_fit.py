@@ -77,6 +77,7 @@ def test_metrics(folder: Path) -> None:
     found = rows(folder)
     validations = [row for row in found if "val/top1" in row]
     assert [row["val/images"] for row in validations] == [359, 359]
+    assert [row["step"] for row in validations] == [6, 12]
     assert all(0 <= row["val/top1"] <= row["val/top5"] <= 1 and row["val/loss"] > 0 for row in validations)
     training = [row for row in found if "train/loss" in row]
     assert [row["step"] for row in training] == [2, 4, 6, 8, 10, 12]

@@ -1,4 +1,5 @@
-"""Training loss, learning rate, images per second and the share of time spent waiting for data, per logging interval."""
+"""Training loss, learning rate, images per second and the share of time spent waiting for data, per logging interval; and
+each validation."""
 
 import time
 from typing import Any
@@ -86,7 +87,9 @@ class TrainMetrics(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             values = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-            self.history.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **values})
+            row = {"step": trainer.global_step, "epoch": trainer.current_epoch, **values}
+            self.history.append(row)
+            _log(trainer, row)
             self._restart(pl_module)
 
     def _close_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,6 +118,12 @@ class TrainMetrics(Callback):
             self._epoch_loss += loss
             self._epoch_batches += batches
             self.history.append(row)
-            values = {name: value for name, value in row.items() if name != "step"}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=int(row["step"]))
+            _log(trainer, row)
+
+
+def _log(trainer: Trainer, row: dict[str, float]) -> None:
+    """To all loggers, at the number of optimizer steps done."""
+    values = {name: value for name, value in row.items() if name != "step"}
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=int(row["step"]))
+        logger.save()  # so that a run which is interrupted leaves what it has logged

@@ -86,7 +86,8 @@ class Classifier(LightningModule):
             "val/loss": self.val_loss,
             "val/images": self.val_images,
         }
-        self.log_dict(metrics)
+        # In a training TrainMetrics writes them: Lightning's own row has the number of steps less one.
+        self.log_dict(metrics, logger=self.trainer.state.fn != "fit")
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None

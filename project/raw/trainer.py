@@ -1,6 +1,6 @@
 """Replaces Lightning's Trainer: one DDP training from top to bottom, as each rank runs it."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,19 @@ class Trainer:
             self.resume(ckpt_path)
         else:
             self.sanity_check()
-        while not self.done:
-            self.train_epoch()
-            validates = self.validates
-            if validates:
-                self.place.metrics = self.validate()
-                self.log_validation(self.place.metrics)
-            self.place.complete = self.place.batches == self.plan.batches
-            if self.config.enable_checkpointing is not False:
-                self.save_checkpoints(may_be_best=validates)
-            self.place.next_epoch()
-        self.logger.draw(self.metrics.history)
+        with closing(self.progress), closing(self.logger):
+            while not self.done:
+                self.train_epoch()
+                validates = self.validates
+                if validates:
+                    self.progress.begin_validation(self.val_batches)
+                    self.place.metrics = self.validate()
+                    self.log_validation(self.place.metrics)
+                self.place.complete = self.place.batches == self.plan.batches
+                if self.config.enable_checkpointing is not False:
+                    self.save_checkpoints(may_be_best=validates)
+                self.place.next_epoch()
+            self.logger.draw(self.metrics.history)
 
     # What is made once
 
@@ -85,7 +87,8 @@ class Trainer:
         self.log_every = config.log_every_n_steps or 50
         first = self.ranks.is_first
         self.logger = Logger(self.folder if first else None, rows=config.logger is not False)
-        self.progress = Progress(enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs)
+        shown = first and config.enable_progress_bar is not False
+        self.progress = Progress(self.metrics, enabled=shown, last_epoch=config.max_epochs)
 
     # Training
 
@@ -97,7 +100,7 @@ class Trainer:
         """The batches of an epoch that are left, and one optimizer step per `accumulate` of them."""
         place, plan = self.place, self.plan
         self.model.train()
-        self.progress.begin_epoch(place.epoch)
+        self.progress.begin_epoch(place.epoch, batches=plan.batches)
         # Without it every epoch has the order of the first one.
         self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
         self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
@@ -124,7 +127,7 @@ class Trainer:
             self.metrics.end_batch(loss.detach(), index)
             if steps and place.step % self.log_every == 0:
                 self.end_interval()
-            self.progress.batch(place.batches, plan.batches, self.metrics)
+            self.progress.batch(place.batches, plan.batches)
             if self.done:
                 break
         self.end_interval()
@@ -175,12 +178,13 @@ class Trainer:
         inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
         with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
             batches = self.val_batches if limit is None else min(limit, self.val_batches)
-            for images, target, _ in islice(self.val_loader, batches):
+            for done, (images, target, _) in enumerate(islice(self.val_loader, batches), start=1):
                 images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
                 with self.precision.autocast():
                     # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
                     logits = self.model(images).float()
                     metrics.update(logits, target)
+                self.progress.validation_batch(done)
         self.model.train()
         return metrics.compute()
 
@@ -188,7 +192,7 @@ class Trainer:
         row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
         self.metrics.history.append(row)
         self.logger.log(row)
-        self.progress.validated(self.metrics, metrics)
+        self.progress.validated(metrics)
         self.logger.draw(self.metrics.history, at_most_every_s=60.0)
 
     # Checkpoints
