@@ -106,7 +106,7 @@ class Result:
         steps: Of both stages: from the start, and from the other's checkpoint.
         compared: Tensors, numbers and samples.
         result: equivalent, DIFFERS or CANNOT TELL.
-        where: The first difference, or why nothing can be said; empty for an equivalent row.
+        where: The first difference, of which the row's report.html says more, or why nothing can be said; else empty.
         seconds: Wall time of all its trainings and of their comparison.
     """
 
@@ -184,7 +184,7 @@ def judge(row: Row, outcome: Outcome, *, seconds: float) -> Result:
     if where:
         result = CANNOT_TELL
     if outcome.differing is not None:
-        result, where = DIFFERS, (f"{outcome.differing.title}:", *explain(outcome.differing))
+        result, where = DIFFERS, (f"{outcome.differing.title}: {explain(outcome.differing)[0]}",)
     return Result(row.name, row.seed, stages[0].a.world_size, steps, compared, result, where, seconds)
 
 
