@@ -87,7 +87,7 @@ class Classifier(LightningModule):
             "val/images": self.val_images,
         }
         # In a training TrainMetrics writes them: Lightning's own row has the number of steps less one.
-        self.log_dict(metrics, logger=self.trainer.state.fn != "fit")
+        self.log_dict(metrics, logger=False if self.trainer.state.fn == "fit" else None)
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None

@@ -222,7 +222,8 @@ def as_markdown(results: Sequence[Result]) -> str:
     for each in results:
         numbers = [f"{number:,}" for number in (each.ranks, each.steps, each.compared)]
         table.append([each.name.replace("+", ", "), str(each.seed), *numbers, each.result, f"{each.seconds:.0f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in table) + f"\n\n{summary(results)}, with torch {torch.__version__}.\n"
+    rows_ = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    return f"{rows_}\n\n{summary(results)}, with torch {torch.__version__.split('+')[0]}.\n"
 
 
 def write_tables(results: Sequence[Result], out_dir: Path) -> None:
