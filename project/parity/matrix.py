@@ -1,6 +1,7 @@
 """The configurations in which both trainers must be equivalent, bit for bit, each run as `project.compare` runs one.
 
-A row's name is its settings. To add a row is to write one line; a setting that no row has yet is one more line in SETTINGS.
+Each trains two epochs with both, and then one more with each from the other's checkpoint. A row's name is its settings. To add
+a row is to write one line; a setting that no row has yet is one more line in SETTINGS.
 """
 
 import json
@@ -63,8 +64,7 @@ class Row:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For both trainers; each row goes over the small digits, whose numbers are odd, and from epoch 2 on from the other's
-        checkpoint."""
+        """For both trainers; where the images are is added when they are made."""
         own = [flag for word in self.name.split("+") for flag in SETTINGS[word].split()]
         return (*SMALL, *_WITHOUT, *own, "--data.global_batch_size", str(self.images), "--seed_everything", str(self.seed))
 
