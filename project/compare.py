@@ -4,6 +4,7 @@ python -m project.compare [--config FILE] [any flag of the trainers] [--out DIR]
 python -m project.compare --runs A B        two runs that were recorded with --record A, --record B
 python -m project.compare --inject FAULT    break one thing in the raw run, which must come out as not equivalent
 python -m project.compare --inject all      each of them; exit code 0 if each was found where it is
+python -m project.compare --matrix [ROW]    each configuration in which both must be equivalent, or this one
 
 Exit code 0: equivalent; 1: not; 2: could not tell.
 """
@@ -34,13 +35,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, help="Write runs, records and report here; by default comparisons/0, 1, 2 ...")
     parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records; run nothing.")
     parser.add_argument("--inject", metavar="FAULT", help="Break this in the raw run, or, with `all`, one thing after the other.")
+    parser.add_argument("--matrix", nargs="?", const="all", metavar="ROW", help="Compare in many configurations, or in this one.")
     parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)
     if own.runs and others:
         raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
-    if own.runs and own.inject:
-        raise UserError("--inject breaks a run that is made; --runs compares two that were. Give one of them.")
+    modes = [f"--{name}" for name in ("runs", "inject", "matrix") if getattr(own, name) is not None]
+    if len(modes) > 1:
+        raise UserError(f"{' and '.join(modes)} ask for different things: give one of them.")
     return own, others
 
 
@@ -53,6 +56,10 @@ def main() -> int:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     own, others = parse(sys.argv[1:])
     out = new_folder(own.out)
+    if own.matrix:
+        from project.parity.matrix import choose, run_matrix
+
+        return run_matrix(choose(own.matrix), out, others, timeout=own.timeout, keep=own.keep)
     if own.inject == "all":
         from project.parity.injection import inject
 

@@ -8,8 +8,9 @@ import pytest
 from project.core.errors import UserError
 from project.parity.fault import ACCUMULATED, PLAIN, RECIPE, Fault, Patch
 from project.parity.faults import FAULTS, find_fault
-from project.parity.injection import Detection, inject, line, small_digits
+from project.parity.injection import Detection, inject, line
 from project.parity.run import PHASES
+from project.parity.small_training import small_digits
 
 
 def test_there_are_many_each_with_a_name_of_its_own() -> None:

@@ -15,6 +15,7 @@ import yaml
 import project.lit.run as run
 from project.core.checkpoint import RECORD
 from project.core.errors import UserError
+from project.lit.checkpoint import newest_validation
 from tests.conftest import PHOTOS, REPOSITORY, SMALL, Finished, run_module
 
 Make = Callable[..., Path]
@@ -77,6 +78,7 @@ def test_metrics(folder: Path) -> None:
     found = rows(folder)
     validations = [row for row in found if "val/top1" in row]
     assert [row["val/images"] for row in validations] == [359, 359]
+    assert [row["step"] for row in validations] == [6, 12]
     assert all(0 <= row["val/top1"] <= row["val/top5"] <= 1 and row["val/loss"] > 0 for row in validations)
     training = [row for row in found if "train/loss" in row]
     assert [row["step"] for row in training] == [2, 4, 6, 8, 10, 12]
@@ -97,6 +99,12 @@ def test_checkpoints_say_what_they_are(folder: Path) -> None:
     assert len(last["optimizer_states"][0]["state"]) == 62  # each parameter of a resnet18 has its moments
     top1 = [row["val/top1"] for row in rows(folder) if "val/top1" in row]
     assert best[RECORD]["metrics"]["val/top1"] == pytest.approx(max(top1))
+
+
+def test_the_newest_validation_may_be_from_before_a_resume() -> None:
+    history = [{"step": 2, "epoch": 0, "val/top1": 0.2}, {"step": 4, "epoch": 1, "val/top1": 0.5}, {"step": 6, "train/loss": 1.0}]
+    assert newest_validation(history) == {"val/top1": 0.5}
+    assert newest_validation(history[2:]) == {}
 
 
 def test_config_can_be_fed_back(folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

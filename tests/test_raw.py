@@ -1,5 +1,6 @@
 """The raw trainer on two real ranks beside Lightning's: the same bits, and each goes on from the other's checkpoints."""
 
+import csv
 import inspect
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import project.lit.run
 import project.raw.run
@@ -142,11 +144,37 @@ def test_both_write_the_same_files(lit: Path, raw: Path) -> None:
     for folder in (lit, raw):
         assert all((folder / name).is_file() for name in names)
         assert not list(folder.rglob(".*"))
-    head = [(folder / "metrics.csv").read_text().splitlines()[0] for folder in (lit, raw)]
-    assert head[0] == head[1]
     places = {name: load(lit / "checkpoints" / name)[RECORD] for name in ("step=1.ckpt", "step=2.ckpt", "last.ckpt")}
     found = {name: [record[key] for key in ("epoch", "step", "batches", "complete")] for name, record in places.items()}
     assert found == {"step=1.ckpt": [0, 1, 4, False], "step=2.ckpt": [0, 2, 6, False], "last.ckpt": [1, 4, 6, True]}
+
+
+MEASURED = {"train/images_per_s", "train/data_wait"}
+
+
+@pytest.mark.slow
+def test_both_log_the_same_rows_at_the_same_steps(lit: Path, raw: Path) -> None:
+    tables = []
+    for folder in (lit, raw):
+        with (folder / "metrics.csv").open() as file:
+            tables.append(list(csv.DictReader(file)))
+    ours, theirs = ([{k: "" if k in MEASURED and v else v for k, v in row.items()} for row in table] for table in tables)
+    assert ours == theirs
+    assert list(ours[0]) == list(theirs[0])
+    assert [row["step"] for row in ours if row["train/loss"]] == ["1", "2", "3", "4"]
+    assert [row["step"] for row in ours if row["val/top1"]] == ["2", "4"]  # optimizer steps done
+
+
+@pytest.mark.slow
+def test_both_write_the_same_events(lit: Path, raw: Path) -> None:
+    found = []
+    for folder in (lit, raw):
+        events = EventAccumulator(str(folder)).Reload()
+        tags = events.Tags()["scalars"]
+        found.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags if tag not in MEASURED})
+        assert set(tags) >= MEASURED
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0]["val/top1"]] == [2, 4]
 
 
 @pytest.mark.slow

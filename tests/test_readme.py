@@ -13,6 +13,7 @@ import project.predict
 from project.core.arguments import expand
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.parity.faults import FAULTS
+from project.parity.matrix import EQUIVALENT, MATRIX, choose
 from project.raw.cli import parse
 from tests.conftest import REPOSITORY
 
@@ -43,6 +44,8 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert bool(own.runs) == ("--runs" in arguments)
         if own.inject:
             assert own.inject in {fault.name for fault in FAULTS}
+        if own.matrix:
+            assert choose(own.matrix)
         if not own.runs:
             with pytest.raises(SystemExit):
                 parse(expand([*others, "--print_config"], default_config=True))
@@ -68,6 +71,18 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (REPOSITORY / name).exists(), name
     for name in re.findall(r"\]\((notebooks/[^)]+)\)", README):
         assert (REPOSITORY / name).is_file(), name
+
+
+def test_the_matrix_is_the_one_that_is_run() -> None:
+    """Its table is matrix.md of a run; when rows are added or changed, it must be run again."""
+    [table] = re.findall(r"<!-- matrix -->\n(.*?)<!-- /matrix -->", README, re.DOTALL)
+    head, _, *found = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    assert head == ["settings", "seed", "ranks", "steps", "compared", "result", "s"]
+    assert [(row[0].replace(", ", "+"), int(row[1])) for row in found] == [(row.name, row.seed) for row in MATRIX]
+    assert all(f"{row[2]}-rank" in row[0] and row[5] == EQUIVALENT for row in found)
+    assert f"{len(MATRIX)} of {len(MATRIX)} equivalent, bit for bit" in table
 
 
 def test_versions_are_those_that_were_run() -> None:

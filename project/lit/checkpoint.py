@@ -81,6 +81,7 @@ class Record(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert isinstance(pl_module, Classifier)
         data: ImageFolders = pl_module.data
+        history = checkpoint["callbacks"]["TrainMetrics"]["history"]
         checkpoint[RECORD] = {
             "model": asdict(pl_module.config),
             "data": asdict(data.config),
@@ -96,13 +97,19 @@ class Record(Callback):
             "batches": data.state_dict()["batches"],
             "complete": self.pending.epoch_is_complete(trainer),
             "best": _best(trainer),
-            "history": checkpoint["callbacks"]["TrainMetrics"]["history"],
+            "history": history,
             "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
             "schedule": checkpoint["lr_schedulers"][0],
             "scaler": checkpoint.get("MixedPrecision", {}),
             "ema": {name: value for ema in pl_module.averages for name, value in ema.state_dict().items()},
-            "metrics": {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")},
+            "metrics": newest_validation(history),
         }
+
+
+def newest_validation(history: list[dict[str, float]]) -> dict[str, float]:
+    """Its metrics, also where it was before a resume, of which `trainer.callback_metrics` knows nothing; empty without one."""
+    row = next((row for row in reversed(history) if "val/top1" in row), {})
+    return {name: value for name, value in row.items() if name.startswith("val/")}
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What torchmetrics sums over a validation; and the training's loss, rate, images per second and wait for data, per interval."""
+"""What torchmetrics sums over a validation; and the rows of a training: loss, rate, speed, wait for data, each validation."""
 
 import math
 import time
@@ -122,7 +122,9 @@ class TrainMetrics(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             values = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-            self.history.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **values})
+            row = {"step": trainer.global_step, "epoch": trainer.current_epoch, **values}
+            self.history.append(row)
+            _log(trainer, row)
             self._restart(pl_module)
 
     def _close_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -151,6 +153,12 @@ class TrainMetrics(Callback):
             self._epoch_loss += loss
             self._epoch_batches += batches
             self.history.append(row)
-            values = {name: value for name, value in row.items() if name != "step"}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=int(row["step"]))
+            _log(trainer, row)
+
+
+def _log(trainer: Trainer, row: dict[str, float]) -> None:
+    """To all loggers, at the number of optimizer steps done."""
+    values = {name: value for name, value in row.items() if name != "step"}
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=int(row["step"]))
+        logger.save()  # so that a run which is interrupted leaves what it has logged

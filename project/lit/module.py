@@ -82,9 +82,9 @@ class Classifier(LightningModule):
         self.val_ema.begin()
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.val.named("val/"))
-        if self.averages:
-            self.log_dict(self.val_ema.named("val/ema_"))
+        metrics = {**self.val.named("val/"), **(self.val_ema.named("val/ema_") if self.averages else {})}
+        # In a training TrainMetrics writes them: Lightning's own row has the number of steps less one.
+        self.log_dict(metrics, logger=False if self.trainer.state.fn == "fit" else None)
 
     def configure_optimizers(self) -> Any:
         assert self.model is not None

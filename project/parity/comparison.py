@@ -31,6 +31,7 @@ class Request:
         raw: How the raw trainer is started; something else breaks it on purpose.
         keep: Leave checkpoints and tensors of an equivalent comparison where they are.
         measures: Repeat the runs where they differ, to state by how much.
+        quiet: Print nothing of what is being run.
     """
 
     out: Path
@@ -39,6 +40,7 @@ class Request:
     raw: tuple[str, ...] = RAW
     keep: bool = False
     measures: bool = True
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ def default_arguments(given: list[str]) -> tuple[tuple[str, ...], str]:
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[None]:
+def _progress(title: str, *, quiet: bool) -> Iterator[None]:
+    if quiet:
+        yield
+        return
     print(f"{title:60}", end="", flush=True)
     began = time.monotonic()
     try:
@@ -163,7 +168,7 @@ def compare_trainers(request: Request) -> Outcome:
             )
     outcome = Outcome(stages, request.arguments, left_out)
     if outcome.equivalent and not request.keep:
-        _remove_large(request.out)
+        remove_large(request.out)
     return outcome
 
 
@@ -187,10 +192,10 @@ def _run_both(
     env = {**_environment(arguments), **env}
     commands = (LIGHTNING, request.raw)
     for k in (0, 1):
-        with _progress(f"{names[k]}, {title}"):
+        with _progress(f"{names[k]}, {title}", quiet=request.quiet):
             folder = request.out / folders[k]
             trained.append(train(commands[k], full[k], folder, name=names[k], timeout=request.timeout, **env))
-    with _progress("compared"):
+    with _progress("compared", quiet=request.quiet):
         a, b = (each.run for each in trained)
         stage = Stage(title, a, b, compare_runs(a, b), (trained[0].seconds, trained[1].seconds))
     if stage.first is not None and request.measures:
@@ -209,7 +214,7 @@ def _measured(request: Request, stage: Stage, trained: list[Trained], arguments:
         return stage
     step, world_size = first.step, stage.a.world_size
     folders = [request.out / f"{each.folder.name}-to-step-{step}" for each in trained]
-    with _progress(f"both repeated up to step {step}, to measure the difference"):
+    with _progress(f"both repeated up to step {step}, to measure the difference", quiet=request.quiet):
         for command, given, folder in zip((LIGHTNING, request.raw), arguments, folders, strict=True):
             start(command, given, folder, timeout=request.timeout, **{**env, UNTIL: str(step)})
     records = [folder / "record" for folder in folders]
@@ -224,7 +229,7 @@ def _measured(request: Request, stage: Stage, trained: list[Trained], arguments:
     return replace(stage, sizes=sizes, remark=remark)
 
 
-def _remove_large(folder: Path) -> None:
+def remove_large(folder: Path) -> None:
     """Checkpoints and tensors; records, settings and logs stay."""
     for pattern in ("*.ckpt", "step-*-rank-*.pt"):
         for file in folder.rglob(pattern):

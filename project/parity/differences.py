@@ -93,9 +93,14 @@ def indices_difference(a: list[list[int]], b: list[list[int]]) -> str | None:
     if a == b:
         return None
     ours, theirs = ([i for batch in batches for i in batch] for batches in (a, b))
+    sizes = "batches of {} in one run and {} in the other".format(*([len(batch) for batch in batches] for batches in (a, b)))
     if ours == theirs:
-        return f"are the same, in batches of {[len(batch) for batch in a]} and {[len(batch) for batch in b]}"
+        return f"are the same, in {sizes}"
     others = len(set(ours) - set(theirs))
     how = f"are others, {others} of {len(ours)}" if others else "are the same in another order"
-    place = next((k for k, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
-    return f"{len(ours)} and {len(theirs)}" if place is None else f"{how}; first at {place}: {ours[place]} and {theirs[place]}"
+    for number, (one, other) in enumerate(zip(a, b, strict=False)):
+        place = next((k for k, (i, j) in enumerate(zip(one, other, strict=False)) if i != j), None)
+        if place is not None:
+            batch = f"batch {number}" if len(a) > 1 else "the batch"
+            return f"{how}: position {place} of {batch} is sample {one[place]} in one run and sample {other[place]} in the other"
+    return f"are in {sizes}"

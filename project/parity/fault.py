@@ -4,15 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from project.core.config import CONFIGS
+from project.parity.small_training import SMALL
 
 # On 43 images for training and 11 for validation, two ranks have 22 and 6 each: one repeated, with another last batch.
-_COMMON = (
-    *("--config", str(CONFIGS / "digits.yaml"), "--accelerator", "cpu", "--devices", "2", "--max_epochs", "2"),
-    *("--model.arch", "resnet18", "--model.zero_init_residual", "false", "--data.num_workers", "0"),
-    *("--model.optimizer", "sgd", "--model.lr", "0.05", "--model.momentum", "0.9", "--model.weight_decay", "0.01"),
-    *("--data.drop_last", "false", "--data.min_crop_area", "0.5", "--data.hflip", "0.5"),
-)
+_COMMON = (*SMALL, "--devices", "2")
 
 # Three steps an epoch, of 8, 8 and 6 images on each rank; a validation and a checkpoint after each epoch.
 PLAIN = (*_COMMON, "--data.global_batch_size", "16")

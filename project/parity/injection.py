@@ -5,24 +5,20 @@ Then each broken raw run is compared with the Lightning run. The comparison gets
 """
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from project.core.config import DIGITS, DataConfig
-from project.core.index import ImageIndex, load_splits
 from project.core.record import TENSORS
 from project.parity.checks import compare_runs, first_difference
-from project.parity.comparison import Request
+from project.parity.comparison import Request, remove_large
 from project.parity.fault import Fault
 from project.parity.faults import FAULTS, find_fault
 from project.parity.run import CannotTell, Finding
+from project.parity.small_training import small_digits
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
-
-TRAIN, VAL = 43, 11  # images: odd numbers, so that two ranks need padding
 
 
 @dataclass(frozen=True)
@@ -69,25 +65,6 @@ def broken_request(name: str, out_dir: Path, flags: Sequence[str], *, timeout: f
     return Request(out_dir, arguments, timeout, command(fault), keep=keep)
 
 
-def small_digits(folder: Path) -> Path:
-    """A few of the digits as class folders."""
-    splits = load_splits(DataConfig(root=DIGITS))
-    _copy(splits.train, folder / "train", TRAIN)
-    _copy(splits.val, folder / "val", VAL)
-    return folder
-
-
-def _copy(index: ImageIndex, folder: Path, count: int) -> None:
-    """`count` images, of each class in turn."""
-    by_class = [[i for i, target in enumerate(index.targets) if target == k] for k in range(len(index.classes))]
-    for number in range(count):
-        k = number % len(by_class)
-        source = Path(index.path(by_class[k][number // len(by_class)]))
-        target = folder / index.classes[k]
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target / source.name)
-
-
 def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, timeout: float = 600.0) -> int:
     """Run faults by name (`all`: each of them) and print the table of detection.
 
@@ -123,7 +100,7 @@ def detect(faults: Sequence[Fault], out_dir: Path, flags: Sequence[str], *, time
         reference = train(LIGHTNING, arguments, folder / "lit", name=name, timeout=timeout, **{TENSORS: "first"})
         stored = {TENSORS: "first"}  # of both, so that the control's reduced gradients are checked in every element
         yield _judge("(none)", "", None, RAW, reference, arguments, folder / "raw", timeout=timeout, **stored)
-        _remove_large(reference.folder)
+        remove_large(reference.folder)
         for fault in alike:
             where = folder / fault.name
             yield _judge(fault.name, fault.phase, fault.step, command(fault), reference, arguments, where, timeout=timeout)
@@ -148,7 +125,7 @@ def _judge(
     except CannotTell as error:
         return Detection(name, phase, step, "cannot tell", None, str(error), time.monotonic() - began)
     finally:
-        _remove_large(folder)
+        remove_large(folder)
     if first is None:
         return Detection(name, phase, step, "", None, "equivalent", trained.seconds)
     return Detection(name, phase, step, first.phase, first.step, _words(first), trained.seconds)
@@ -157,12 +134,6 @@ def _judge(
 def _words(first: Finding) -> str:
     rank = "" if first.rank is None else f"rank {first.rank}: "
     return f"{rank}{first.check} {first.detail}"
-
-
-def _remove_large(folder: Path) -> None:
-    for pattern in ("*.ckpt", "step-*-rank-*.pt"):
-        for file in folder.rglob(pattern):
-            file.unlink()
 
 
 def line(detection: Detection) -> str:

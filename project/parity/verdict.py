@@ -223,20 +223,21 @@ def lines(outcome: Outcome, report: str) -> Iterator[str]:
             yield f"  {row.check:<34}{row.result:<8} {row.compared:>9,}"
     yield ""
     yield headline(outcome).upper() if not outcome.equivalent else headline(outcome)
-    yield from _wrap(shown(outcome))
+    yield from wrap(shown(outcome))
     stage_ = outcome.differing
     if stage_ is not None:
         assert stage_.first is not None
         for line in explain(stage_):
-            yield from _wrap(line)
+            yield from wrap(line)
         yield "Usual causes:"
         for cause in CAUSES[stage_.first.phase]:
-            yield from _wrap(f"- {cause}", more="  ")
+            yield from wrap(f"- {cause}", more="  ")
     yield "Not shown:"
     for line in not_shown(outcome):
-        yield from _wrap(f"- {line}", more="  ")
+        yield from wrap(f"- {line}", more="  ")
     yield f"report in {report}"
 
 
-def _wrap(text: str, more: str = "") -> list[str]:
-    return textwrap.wrap(text, 78, subsequent_indent=more, break_on_hyphens=False, break_long_words=False)
+def wrap(text: str, more: str = "", *, width: int = 78) -> list[str]:
+    """Lines of a terminal; names and paths stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=more, break_on_hyphens=False, break_long_words=False)

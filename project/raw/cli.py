@@ -29,7 +29,7 @@ class TrainerConfig:
         devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any.
         num_nodes: Machines; on each of several this command runs with NODE_RANK, MASTER_ADDR and MASTER_PORT.
         precision: 32-true, bf16-mixed, or 16-mixed on GPUs.
-        logger: false writes no metrics.csv.
+        logger: false writes no metrics.csv and no TensorBoard events.
         max_epochs: -1 for no last epoch.
         max_steps: Optimizer steps at most; -1 for no limit.
         limit_train_batches: Batches per rank and epoch at most, or with a fraction the share of them.
@@ -133,7 +133,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("-c", "--config", action="config", help="Read settings from this YAML file.")
     parser.add_argument("--seed_everything", type=bool | int, default=1, help="Seed of weights, order and augmentation.")
     parser.add_argument("--trainer.strategy", type=_ANY, default="auto", help="auto, or ddp: one process per device.")
-    parser.add_argument("--trainer.logger", type=_ANY, default=None, help="false writes no metrics.csv.")
+    parser.add_argument("--trainer.logger", type=_ANY, default=None, help="false writes no metrics.csv and no events.")
     parser.add_class_arguments(TrainerConfig, "trainer", as_group=False, skip={"strategy", "logger"})
     for name, values in NEUTRAL.items():
         parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")

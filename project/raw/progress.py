@@ -1,35 +1,42 @@
-"""Replaces Lightning's progress bar: a few plain lines, from rank 0 only."""
+"""Replaces Lightning's progress bar: one in a terminal, a few plain lines without one; from rank 0 only."""
 
 import time
 
+from project.core.progress import LINE_EVERY_S, Bar, epoch_name
 from project.core.report import epoch_line, status
 from project.raw.metrics import TrainMetrics
 
-_LINE_EVERY_S = 60.0  # inside a long epoch
-
 
 class Progress:
-    """One line per epoch, and one a minute within it."""
+    """Batches of the running epoch or validation, images per second over all ranks, and the share of time that rank 0
+    waited for data."""
 
-    def __init__(self, *, enabled: bool, last_epoch: int | None) -> None:
-        self.enabled, self.last_epoch = enabled, last_epoch
+    def __init__(self, metrics: TrainMetrics, *, enabled: bool, last_epoch: int | None) -> None:
+        self.metrics, self.last_epoch = metrics, last_epoch
+        self.bar = Bar(enabled=enabled)
 
-    def begin_epoch(self, epoch: int) -> None:
-        last = f"/{self.last_epoch}" if self.last_epoch and self.last_epoch > 0 else ""
-        self.epoch = f"epoch {epoch + 1}{last}"
+    def begin_epoch(self, epoch: int, *, batches: int) -> None:
+        self.epoch = epoch_name(epoch, self.last_epoch)
+        self.bar.open(self.epoch, batches)
         self.began = self.said = time.monotonic()
 
-    def batch(self, done: int, total: int, metrics: TrainMetrics) -> None:
-        if time.monotonic() - self.said > _LINE_EVERY_S and metrics.latest:
+    def batch(self, done: int, total: int) -> None:
+        self.bar.advance(done, status(self.metrics.latest))
+        if not self.bar.drawn and time.monotonic() - self.said > LINE_EVERY_S and self.metrics.latest:
             self.said = time.monotonic()
-            self._print(f"{self.epoch}, batch {done}/{total}: {status(metrics.latest)}")
+            self.bar.print(f"{self.epoch}, batch {done}/{total}: {status(self.metrics.latest)}")
 
-    def validated(self, metrics: TrainMetrics, values: dict[str, float]) -> None:
-        images_per_s, wait = metrics.epoch_speed()
+    def begin_validation(self, batches: int) -> None:
+        self.bar.open("validation", batches)
+
+    def validation_batch(self, done: int) -> None:
+        self.bar.advance(done, "")
+
+    def validated(self, values: dict[str, float]) -> None:
+        images_per_s, wait = self.metrics.epoch_speed()
         seconds = time.monotonic() - self.began
-        line = epoch_line(metrics.epoch_loss, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
-        self._print(f"{self.epoch}: {line}")
+        line = epoch_line(self.metrics.epoch_loss, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
+        self.bar.print(f"{self.epoch}: {line}")
 
-    def _print(self, line: str) -> None:
-        if self.enabled:
-            print(line, flush=True)
+    def close(self) -> None:
+        self.bar.close()

@@ -1,13 +1,17 @@
-"""Replaces SaveConfigCallback and CSVLogger: one new folder per run, the same on all ranks, and its metrics.csv."""
+"""Replaces SaveConfigCallback, CSVLogger and TensorBoardLogger: one new folder per run, and what is logged to it."""
 
 import csv
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from project.core.curves import draw_curves
 from project.core.run_folder import new_run_folder
 from project.raw.cli import Settings, save_config
 from project.raw.distributed import Ranks, broadcast
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _COLUMNS = ["epoch", "step", "train/data_wait", "train/images_per_s", "train/loss", "train/lr"]
 _OF_VALIDATION = ["images", "loss", "top1", "top5"]
@@ -23,26 +27,43 @@ def make_run_folder(settings: Settings, ranks: Ranks) -> Path:
 
 
 class Logger:
-    """Writes metrics.csv and curves.png on the rank that is given a folder, and nothing on the others."""
+    """Writes metrics.csv, TensorBoard's events and curves.png on the rank that is given a folder, and nothing on the others."""
 
     def __init__(self, folder: Path | None, *, rows: bool, ema: bool) -> None:
         prefixes = ["val/ema_", "val/"] if ema else ["val/"]
         self.columns = _COLUMNS + [prefix + name for prefix in prefixes for name in _OF_VALIDATION]
-        self.folder, self.rows, self.drawn = folder, rows, time.monotonic()
+        self.folder, self.drawn = folder, time.monotonic()
+        self.board = _open_board(folder) if folder is not None and rows else None
 
-    def log(self, row: dict[str, float]) -> None:
-        """Append a row of metrics.csv; what has no value stays empty."""
-        if self.folder is None or not self.rows:
-            return
-        path = self.folder / "metrics.csv"
+    def log(self, *rows: dict[str, float]) -> None:
+        """Append rows to metrics.csv, where what has no value stays empty, and their values to the events of their steps."""
+        if self.folder is not None and self.board is not None:
+            for row in rows:
+                self._write(row, self.folder / "metrics.csv", self.board)
+
+    def _write(self, row: dict[str, float], path: Path, board: "SummaryWriter") -> None:
         new = not path.exists()
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
             if new:
                 writer.writeheader()
             writer.writerow(row)
+        for name, value in row.items():
+            if name != "step":
+                board.add_scalar(name, value, int(row["step"]))
+        board.flush()  # so that a run which is interrupted leaves what it has logged
 
     def draw(self, history: list[dict[str, float]], *, at_most_every_s: float = 0.0) -> None:
         if self.folder is not None and history and time.monotonic() - self.drawn >= at_most_every_s:
             self.drawn = time.monotonic()
             draw_curves(history, self.folder / "curves.png")
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _open_board(folder: Path) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # here: only rank 0 need load it
+
+    return SummaryWriter(folder)

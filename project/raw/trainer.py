@@ -1,6 +1,6 @@
 """Replaces Lightning's Trainer: one DDP training from top to bottom, as each rank runs it."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,19 @@ class Trainer:
             self.resume(ckpt_path)
         else:
             self.sanity_check()
-        while not self.done:
-            self.train_epoch()
-            validates = self.validates
-            if validates:
-                self.place.metrics = self.validate()
-                self.log_validation(self.place.metrics)
-            self.place.complete = self.place.batches == self.plan.batches
-            if self.config.enable_checkpointing is not False:
-                self.save_checkpoints(may_be_best=validates)
-            self.place.next_epoch()
-        self.logger.draw(self.metrics.history)
+        with closing(self.progress), closing(self.logger):
+            while not self.done:
+                self.train_epoch()
+                validates = self.validates
+                if validates:
+                    self.progress.begin_validation(self.val_batches)
+                    self.place.metrics = self.validate()
+                    self.log_validation(self.place.metrics)
+                self.place.complete = self.place.batches == self.plan.batches
+                if self.config.enable_checkpointing is not False:
+                    self.save_checkpoints(may_be_best=validates)
+                self.place.next_epoch()
+            self.logger.draw(self.metrics.history)
 
     # What is made once
 
@@ -91,7 +93,8 @@ class Trainer:
         self.log_every = config.log_every_n_steps or 50
         first = self.ranks.is_first
         self.logger = Logger(self.folder if first else None, rows=config.logger is not False, ema=self.ema is not None)
-        self.progress = Progress(enabled=first and config.enable_progress_bar is not False, last_epoch=config.max_epochs)
+        shown = first and config.enable_progress_bar is not False
+        self.progress = Progress(self.metrics, enabled=shown, last_epoch=config.max_epochs)
 
     # Training
 
@@ -103,7 +106,7 @@ class Trainer:
         """The batches of an epoch that are left, and one optimizer step per `accumulate` of them."""
         place, plan = self.place, self.plan
         self.model.train()
-        self.progress.begin_epoch(place.epoch)
+        self.progress.begin_epoch(place.epoch, batches=plan.batches)
         # Without it every epoch has the order of the first one.
         self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
         self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
@@ -132,11 +135,11 @@ class Trainer:
             self.metrics.end_batch(loss.detach(), index)
             if steps and place.step % self.log_every == 0:
                 self.end_interval()
-            self.progress.batch(place.batches, plan.batches, self.metrics)
+            self.progress.batch(place.batches, plan.batches)
             if self.done:
                 break
         self.end_interval()
-        self.log(self.metrics.flush())
+        self.logger.log(*self.metrics.flush())
 
     def step(self) -> None:
         """One update with the gradients that backward has left: already the mean over all ranks."""
@@ -156,11 +159,7 @@ class Trainer:
 
     def end_interval(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
-        self.log(self.metrics.end_interval(epoch=self.place.epoch, step=self.place.step, lr=lr))
-
-    def log(self, rows: list[dict[str, float]]) -> None:
-        for row in rows:
-            self.logger.log(row)
+        self.logger.log(*self.metrics.end_interval(epoch=self.place.epoch, step=self.place.step, lr=lr))
 
     # Validation
 
@@ -187,12 +186,13 @@ class Trainer:
         inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
         with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
             batches = self.val_batches if limit is None else min(limit, self.val_batches)
-            for images, target, _ in islice(self.val_loader, batches):
+            for done, (images, target, _) in enumerate(islice(self.val_loader, batches), start=1):
                 images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
                 images = self.module.prepare(images)
                 with self.precision.autocast():
                     for network, metrics in scored:
                         metrics.update(network(images).float(), target)
+                self.progress.validation_batch(done)
         self.model.train()
         return {name: value for _, metrics in scored for name, value in metrics.compute().items()}
 
@@ -200,7 +200,7 @@ class Trainer:
         row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
         self.metrics.history.append(row)
         self.logger.log(row)
-        self.progress.validated(self.metrics, metrics)
+        self.progress.validated(metrics)
         self.logger.draw(self.metrics.history, at_most_every_s=60.0)
 
     # Checkpoints

@@ -1,0 +1,57 @@
+"""What a person sees of the raw trainer while it trains: a bar in a terminal, lines elsewhere, nothing of other ranks."""
+
+import pytest
+import torch
+
+from project.core.progress import epoch_name
+from project.raw.metrics import TrainMetrics
+from project.raw.progress import Progress
+
+
+def train(*, enabled: bool = True) -> Progress:
+    """Two batches and a validation of an epoch."""
+    metrics = TrainMetrics(torch.device("cpu"), world_size=1)
+    progress = Progress(metrics, enabled=enabled, last_epoch=2)
+    progress.begin_epoch(0, batches=2)
+    for done in (1, 2):
+        metrics.begin_batch()
+        metrics.end_batch(torch.tensor(1.5), torch.tensor([0, 1]))
+        progress.batch(done, 2)
+    metrics.end_interval(epoch=0, step=2, lr=0.1)
+    metrics.flush()
+    progress.begin_validation(3)
+    progress.validation_batch(1)
+    progress.validated({"val/top1": 0.5, "val/top5": 1.0})
+    return progress
+
+
+def test_an_epoch_is_counted_from_one() -> None:
+    assert [epoch_name(0, 4), epoch_name(1, -1), epoch_name(2, None)] == ["epoch 1/4", "epoch 2", "epoch 3"]
+
+
+def test_without_a_terminal_there_are_lines_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    train().close()
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("epoch 1/2: loss 1.500, top-1 50.00 %, top-5 100.00 %, ")
+
+
+def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes anything for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = train()
+    assert progress.bar.drawn
+    progress.close()
+    assert not progress.bar.drawn
+    out = capsys.readouterr().out
+    assert "epoch 1/2 " in out
+    assert "1/3" in out  # of the validation
+    assert "epoch 1/2: loss 1.500" in out
+    assert out.index("\x1b[?25l") < out.rindex("\x1b[?25h")  # the cursor is back
+
+
+def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    train(enabled=False).close()
+    assert capsys.readouterr().out == ""
