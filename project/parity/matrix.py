@@ -42,6 +42,19 @@ SETTINGS = {
     "adamw": "--model.optimizer adamw --model.lr 0.001",
     "nesterov": "--model.nesterov true",
     "resnet50": "--model.arch resnet50",
+    "decay-groups": "--model.norm_weight_decay 0 --model.bias_weight_decay 0.001",
+    "linear-rate": "--model.schedule linear --model.warmup_epochs 0.5 --model.end_lr 0.001",
+    "rate-per-epoch": "--model.schedule cosine --model.warmup_epochs 1 --model.interval epoch",
+    "ema": "--model.ema_decay 0.9 --model.ema_every 2",
+    "trivial-augment": "--data.trivial_augment true",
+    "erasing": "--data.random_erasing 0.5",
+    "mixup": "--data.mixup_alpha 0.2",
+    "cutmix": "--data.cutmix_alpha 1",
+    "growing": "--data.start_size 32 --data.train_size 64 --data.ramp_start 0 --data.ramp_end 0.3",
+    "channels-last": "--model.channels_last true",
+    "compiled": "--model.compile true",
+    "ddp-options": "--trainer.strategy DDPStrategy --trainer.strategy.static_graph true --trainer.strategy.bucket_cap_mb 10 "
+    "--trainer.strategy.gradient_as_bucket_view true",
 }
 
 # Without a word in a row's name: no workers, float32, no accumulation, no clipping, one rate, no sanity check, whole epochs.
@@ -92,6 +105,12 @@ MATRIX = (
     Row("4-ranks+bf16+accumulate+limit-share", 18, 32),
     Row("4-ranks+workers+clip-norm+sanity", 4294967295, 32),
     Row("2-ranks+resnet50", 0, 32),
+    Row("1-rank+mixup+ema+accumulate", 20, 32),
+    Row("2-ranks+decay-groups+linear-rate+ema+channels-last", 21, 32),
+    Row("2-ranks+mixup+cutmix+trivial-augment+erasing+rate-per-epoch", 22, 32),
+    Row("2-ranks+ddp-options+bf16+channels-last", 23, 32),
+    Row("2-ranks+compiled", 24, 32),
+    Row("3-ranks+growing+ema+workers+adamw+decay-groups", 25, 24),
 )
 
 ALL = "all"
