@@ -72,6 +72,8 @@ _POLL_S = 0.2  # of the thread
 _ANSWER_S = 3.0  # for the other ranks, to say what they know
 _RAISE_S = 4.0  # for the training thread, to raise by itself
 _CHUNK = 4 << 20  # bytes of one message: TCPStore takes 8 MB
+_SURE_S = 10.0  # all ranks stand still at different places: they wait for each other
+_WAITS = "waits for the other ranks"
 _COLUMNS = 1024  # of a checksum
 _MOST_SAMPLES = 20_000_000  # of which an account is kept
 _MOST_BYTES = 32 << 20  # of tensors that are fetched to measure a difference
@@ -243,6 +245,7 @@ class _Pass:
         number: Of this guard's, from 1.
         epoch: For people: the sampler's epoch, or this loader's count.
         handed: Sample numbers of each batch that the training took, where they are known.
+        runs: [first step, batches per step, collectives per step], each until the next one's first step.
         previous: `handed` of the last pass of this loader that trained; a suspicion while the orders agree.
     """
 
@@ -255,7 +258,9 @@ class _Pass:
     handed: list[list[int]] = field(default_factory=list)
     known: bool = True
     batches: int = 0
-    trained: bool = False
+    ended: bool = False
+    last_step: int = 0
+    runs: list[list[int]] = field(default_factory=list)
     previous: list[list[int]] | None = None
     same_epoch: bool = False
     agreed: int = 0
@@ -317,10 +322,8 @@ class ReplicaGuard:
         self._loaders: list[Any] = []  # kept, so that no other gets the id of one
         self._watched: dict[int, _Watched] = {}
         self._number, self._taken, self._begun = 0, 0, False
-        # Of this pass, from its first step: [first step, batches per step, collectives per step], while they are the same.
-        self._history: tuple[int, list[list[int]]] = (0, [])
+        self._recent: deque[_Pass] = deque(maxlen=3)
         self._collectives = self._sequence()
-        self._ended: dict[int, int] = {}  # pass -> batches
         self._samples: deque[tuple[int, list[list[int]]]] = deque(maxlen=2 * every + 2)
         self._step_samples: list[list[int]] = []
         self._calls = {"wrapper": 0, "synchronised": 0, "module": 0}
@@ -338,10 +341,11 @@ class ReplicaGuard:
         self._told, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._hurry = False
         self._training_thread = threading.main_thread().ident
+        self._seen_progress, self._seen_at = -1, time.monotonic()
         self._pid = os.getpid()
         self._attach()
+        sys.excepthook = partial(self._last_words, sys.excepthook)
         self._publish()
-        self._seen_progress, self._seen_at = -1, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="replica-guard", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -393,7 +397,8 @@ class ReplicaGuard:
         if training and self.ledger:
             self._look_at_sampler(this, sampler)
         self._passes[this.number] = this
-        self._history, self._taken = (this.number, []), 0
+        self._recent.append(this)
+        self._taken = 0
         self._set_phase("loading")
         return this
 
@@ -481,10 +486,13 @@ class ReplicaGuard:
             self.check()
 
     def _note(self, batches: int, collectives: int) -> None:
-        runs = self._history[1]
-        if not runs or runs[-1][1:] != [batches, collectives]:
-            runs.append([self.steps + 1, batches, collectives])
-            del runs[:-64]
+        if not self._recent:
+            return
+        this = self._recent[-1]
+        if not this.runs or this.runs[-1][1:] != [batches, collectives]:
+            this.runs.append([self.steps + 1, batches, collectives])
+            del this.runs[:-64]
+        this.last_step = self.steps + 1
 
     def check(self, *, buffers: bool = False) -> None:
         """Compare weights and optimizer state now; with `buffers` those too, where you have just made them equal."""
@@ -528,7 +536,7 @@ class ReplicaGuard:
 
     def _finish(self, this: _Pass, *, left: bool = False) -> None:
         self._passes.pop(this.number, None)
-        self._ended = {**{n: b for n, b in self._ended.items() if n > this.number - 4}, this.number: this.batches}
+        this.ended = True
         self._set_phase("after the epoch")
         self._publish()
         self.check()
@@ -557,8 +565,7 @@ class ReplicaGuard:
             time.sleep(0.01)
         if self._verdict is not None and not self._told.is_set():
             self._told.set()
-            sys.stderr.write(f"ReplicaError: {self._verdict}\n")
-            sys.stderr.flush()
+            _say(self._verdict)
             os._exit(1)
         self._closed.set()
         self._wake.set()
@@ -658,12 +665,19 @@ class ReplicaGuard:
         state = {
             "step": self.steps,
             "phase": self._phase,
-            "batches": {number: this.batches for number, this in list(self._passes.items())},
-            "ended": self._ended,
-            "history": self._history,
+            "passes": {this.number: [this.batches, this.ended, this.last_step, this.runs] for this in list(self._recent)},
             "collectives": self._sequence(),
+            "idle": time.monotonic() - self._seen_at if self._waits(sure=True) else 0.0,
         }
-        self._store.set(f"state/{self.rank}", json.dumps(state))
+        self._reach(self._store.set, f"state/{self.rank}", json.dumps(state))
+
+    def _reach(self, ask: Callable[..., Any], *what: Any) -> Any:
+        """Something of the store, which is gone when the launcher or rank 0 is."""
+        try:
+            return ask(*what)
+        except RuntimeError as error:
+            self._failed = self._failed or error  # raised in the training thread's next call
+            return None
 
     def _state(self, rank: int) -> dict[str, Any]:
         return json.loads(self._store.get(f"state/{rank}"))
@@ -672,7 +686,7 @@ class ReplicaGuard:
         """Rank 0's word on what all ranks have posted."""
         self._hurry = True
         try:
-            while not self._store.check([f"ok/{key}"]):
+            while not self._reach(self._store.check, [f"ok/{key}"]):
                 self._raise_if_over()
                 self._wake.set()
                 time.sleep(0.005)
@@ -694,7 +708,9 @@ class ReplicaGuard:
 
     def _alarm(self, kind: str, **facts: Any) -> None:
         """End all ranks; the first to find something says what."""
-        self._store.compare_set("alarm", "", json.dumps({"kind": kind, "by": self.rank, "step": self.steps, **facts}))
+        self._reach(
+            self._store.compare_set, "alarm", "", json.dumps({"kind": kind, "by": self.rank, "step": self.steps, **facts})
+        )
         self._hurry = True
         if threading.current_thread() is not self._thread:
             while self._verdict is None and self._failed is None:
@@ -712,7 +728,8 @@ class ReplicaGuard:
         self._told.set()
         if not self._speaks:
             time.sleep(_ANSWER_S)  # a launcher ends all ranks when the first has ended: let that be the one with the report
-        sys.excepthook = partial(_without_traceback, sys.excepthook)
+        else:
+            _tell_torchrun(self._verdict.splitlines()[0])
         raise ReplicaError(self._verdict)
 
     # The guard's own thread
@@ -723,8 +740,13 @@ class ReplicaGuard:
                 self._wake.wait(0.01 if self._hurry else _POLL_S)
                 self._wake.clear()
                 self._tick()
-        except BaseException as error:  # said by the training thread, in its next call
-            self._failed = error
+        except BaseException as error:  # raised in the training thread's next call
+            self._failed = self._failed or error
+        before = self._progress
+        if self._failed is not None and not self._closed.wait(_RAISE_S + _ANSWER_S) and self._waits(sure=True):
+            if self._progress == before:  # it waits for ranks that are gone
+                _say(f"rank {self.rank} ends: the other ranks are gone ({self._failed})")
+                os._exit(1)
 
     def _tick(self) -> None:
         while self._outbox and self._outbox[0].arrived:
@@ -747,7 +769,8 @@ class ReplicaGuard:
     def _compare(self) -> None:
         """Rank 0: everything that all ranks have posted, and where they are."""
         if self.world_size > 1:
-            finding = _compare_places([self._state(rank) for rank in range(self.world_size)])
+            states = [self._state(rank) for rank in range(self.world_size)]
+            finding = _compare_places(states) or _deadlock(states, patience_s=min(_SURE_S, self.timeout_s))
             if finding is not None:
                 self._alarm(**finding)
                 return
@@ -777,15 +800,34 @@ class ReplicaGuard:
         if self._progress != self._seen_progress or not self._begun:
             self._seen_progress, self._seen_at = self._progress, now
         elif now - self._seen_at > self.timeout_s and self._waits():
-            self._alarm("hang", waited=now - self._seen_at, timeout_s=self.timeout_s)
+            self._alarm("hang", waited=now - self._seen_at)
 
-    def _waits(self) -> bool:
+    def _waits(self, *, sure: bool = False) -> bool:
         """Whether the training thread stands in a collective, and not in somebody's long computation."""
-        if self._phase.startswith("waits") or (self._device.type == "cuda" and self._passes):
-            return True  # a GPU's collectives are waited for wherever a value is read
+        if self._phase.startswith(_WAITS):
+            return True
+        if self._device.type == "cuda":  # whose collectives are waited for wherever a value is read
+            return bool(self._passes) and not sure
         frame = sys._current_frames().get(self._training_thread or 0)
         inner = frame.f_code.co_filename.replace("\\", "/") if frame is not None else ""
         return any(part in inner for part in ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"))
+
+    def _last_words(self, before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """An exception that ends this rank may be the echo of a mistake that another one made."""
+        if kind is ReplicaError:
+            _say(str(error))  # where in the guard it was raised helps nobody
+            return
+        before(kind, error, trace)
+        if os.getpid() != self._pid or self._closed.is_set() or self._verdict is not None or self._failed is not None:
+            return
+        self._publish()
+        states = [self._reach(self._state, rank) for rank in range(self.world_size)]
+        finding = _compare_places(states) if None not in states else None
+        if finding is not None:
+            with contextlib.suppress(ReplicaError):  # said here
+                self._alarm(**finding)
+            if self._verdict is not None:
+                _say(self._verdict)
 
     def _answer(self, alarm: dict[str, Any]) -> None:
         """Say what this rank knows of it; the one that raised the alarm makes the report. Then the training thread ends."""
@@ -804,8 +846,9 @@ class ReplicaGuard:
         self._speaks, self._verdict = speaks, verdict
         if not self._told.wait(_RAISE_S if speaks else _RAISE_S + _ANSWER_S):
             # The training thread stands in something that will not end.
-            sys.stderr.write(f"ReplicaError: {verdict}\n")
-            sys.stderr.flush()
+            _say(verdict)
+            if speaks:
+                _tell_torchrun(verdict.splitlines()[0])
             os._exit(1)
         self._closed.set()
 
@@ -829,7 +872,8 @@ class ReplicaGuard:
         facts: dict[str, Any] = {
             "step": self.steps,
             "phase": self._phase,
-            "batches": sum(this.batches for this in self._passes.values()),
+            "batches": self._recent[-1].batches if self._recent else 0,
+            "runs": self._recent[-1].runs[-2:] if self._recent else [],
             "collectives": self._sequence(),
             "stack": stack,
             "last": _last_collective() if alarm["kind"] == "hang" else None,
@@ -859,12 +903,17 @@ class ReplicaGuard:
 _END = object()
 
 
-def _without_traceback(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """The report alone: where in the guard it was raised helps nobody."""
-    if kind is ReplicaError:
-        sys.stderr.write(f"ReplicaError: {error}\n")
-    else:
-        before(kind, error, trace)
+def _say(text: str) -> None:
+    sys.stderr.write(f"ReplicaError: {text}\n")
+    sys.stderr.flush()
+
+
+def _tell_torchrun(head: str) -> None:
+    """Its closing lines quote this file of the rank that failed first."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None and "TORCHELASTIC_RUN_ID" in os.environ and not os.path.exists(path):
+        more = {"py_callstack": f"ReplicaError: {head} (the report is above)", "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": head, "extraInfo": more}}))
 
 
 def _last_collective() -> str | None:
@@ -890,21 +939,25 @@ def _value_at(runs: list[list[int]], step: int) -> list[int] | None:
 
 def _compare_places(states: list[dict[str, Any]]) -> Finding | None:
     """Whether, as far as all have come in an epoch, each step took as many batches and collectives on all ranks."""
-    number = states[0]["history"][0]
-    if any(state["history"][0] != number for state in states):
-        return None
-    last = min(state["step"] for state in states)
-    runs = [state["history"][1] for state in states]
-    for step in sorted({run[0] for own in runs for run in own if run[0] <= last}):
-        values = [_value_at(own, step) for own in runs]
-        if None not in values and any(value != values[0] for value in values):
-            return {"kind": "out-of-step", "at": step, "values": values}
-    for key in {key for state in states for key in state["ended"]}:
-        ended = [state["ended"].get(key) for state in states]
-        taken = [state["ended"].get(key, state["batches"].get(key)) for state in states]
-        fewest = min((count for count in ended if count is not None), default=0)
-        if any(count is not None and count > fewest for count in taken):
-            return {"kind": "uneven", "taken": taken, "ended": [count is not None for count in ended]}
+    for number in {key for state in states for key in state["passes"]}:
+        own = [state["passes"].get(number) for state in states]
+        if None in own:
+            continue
+        batches, ended, last_step, runs = zip(*own, strict=True)
+        for step in sorted({run[0] for rank in runs for run in rank if run[0] <= min(last_step)}):
+            values = [_value_at(rank, step) for rank in runs]
+            if None not in values and any(value != values[0] for value in values):
+                return {"kind": "out-of-step", "at": step, "values": values}
+        if any(ended) and max(batches) > min(count for count, over in zip(batches, ended, strict=True) if over):
+            return {"kind": "uneven", "taken": batches, "ended": ended}
+    return None
+
+
+def _deadlock(states: list[dict[str, Any]], *, patience_s: float) -> Finding | None:
+    """All ranks wait, and not for the same: some stand in a collective of another step, or at the end of the epoch."""
+    waited = min(state["idle"] for state in states)
+    if waited > patience_s and len({(state["step"], state["phase"].startswith(_WAITS)) for state in states}) > 1:
+        return {"kind": "hang", "waited": waited}
     return None
 
 
@@ -1180,10 +1233,16 @@ def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
     facts = {rank: own for rank, (own, _) in answers.items()}
     silent = [rank for rank, own in facts.items() if own.get("silent")]
     busy = [rank for rank, own in facts.items() if not own.get("silent") and not own["waits"]]
+    early = [rank for rank, own in facts.items() if own["phase"].startswith(_WAITS)]
     fewest = min(own["collectives"] for own in facts.values())
     behind = [rank for rank, own in facts.items() if own["collectives"] == fewest]
-    missing = silent or busy or (behind if len(behind) < len(facts) else [])
+    missing = next((some for some in (silent, busy, early, behind) if 0 < len(some) < len(facts)), [])
     head = f"rank {_few(missing)} did not come" if missing else "no rank goes on"
+    skipped = _skipped(facts)
+    if skipped is not None and not silent and not busy:
+        rank, step, made, usual = skipped
+        head = f"rank {rank} skipped a collective in step {step} (it made {made}, where the steps before had {usual})"
+    waiting = [rank for rank in facts if rank not in missing] or list(facts)
     rows = [
         [rank, "silent" if rank in silent else "busy" if rank in busy else "waits", own["step"], own["phase"], own["collectives"]]
         + [own.get("last") or "not known"]
@@ -1194,11 +1253,23 @@ def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
         + ("no answer: stopped, killed or stuck outside of Python" if rank in silent else "\n" + _inner(own["stack"]))
         for rank, own in facts.items()
     ]
+    step = facts[waiting[0]]["step"]
     return (
-        f"{head}: rank {alarm['by']} has waited {alarm['waited']:.0f} s (timeout_s={alarm['timeout_s']:g}) after step {alarm['step']}\n"
-        f"{_table(['rank', 'state', 'steps', 'phase', 'collectives', 'last collective'], rows)}\n" + "\n".join(stacks) + "\n"
+        f"{head}: rank {_few(waiting)} has waited {alarm['waited']:.0f} s in step {step + 1}\n"
+        f"{_table(['rank', 'state', 'steps made', 'phase', 'collectives', 'last collective'], rows)}\n" + "\n".join(stacks) + "\n"
         "Look at what the missing rank does there that the others do not. If it is only slow: ReplicaGuard(..., timeout_s=...)."
     )
+
+
+def _skipped(facts: dict[int, dict[str, Any]]) -> tuple[int, int, int, int] | None:
+    """A rank that is ahead in steps because its last one made fewer collectives: rank, step, how many, and the usual number."""
+    common = min(own["step"] for own in facts.values())
+    for rank, own in facts.items():
+        runs = own.get("runs") or []
+        usual, last = _value_at(runs, common), runs[-1] if runs else None
+        if usual is not None and last is not None and last[0] > common and last[2] < usual[1]:
+            return rank, last[0], last[2], usual[1]
+    return None
 
 
 def _inner(stack: str, *, most: int = 10) -> str:
