@@ -162,10 +162,12 @@ class _Watched:
     """A batch sampler that remembers what it has handed out; the loader's workers ask for batches ahead of the training."""
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler, self.given = sampler, deque[list[Any]]()
+        self._sampler = sampler
+        self.given: deque[list[Any]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        self.given = given = deque()
+        given: deque[list[Any]] = deque()
+        self.given = given
         for batch in self._sampler:
             given.append(list(batch) if isinstance(batch, Sequence) else [batch])
             yield batch
@@ -648,8 +650,8 @@ class ReplicaGuard:
         data = json.dumps(facts).encode() + b"\n" + file.getvalue()
         parts = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
         for number, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])
+            self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # the stub knows str only
+        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])  # type: ignore[arg-type]
 
     def _get(self, key: str) -> tuple[dict[str, Any], Any]:
         """What `_put` has put there, which is taken away."""
@@ -743,10 +745,11 @@ class ReplicaGuard:
         except BaseException as error:  # raised in the training thread's next call
             self._failed = self._failed or error
         before = self._progress
-        if self._failed is not None and not self._closed.wait(_RAISE_S + _ANSWER_S) and self._waits(sure=True):
-            if self._progress == before:  # it waits for ranks that are gone
-                _say(f"rank {self.rank} ends: the other ranks are gone ({self._failed})")
-                os._exit(1)
+        if self._failed is None or self._closed.wait(_RAISE_S + _ANSWER_S):
+            return
+        if self._waits(sure=True) and self._progress == before:  # for ranks that are gone
+            _say(f"rank {self.rank} ends: the other ranks are gone ({self._failed})")
+            os._exit(1)
 
     def _tick(self) -> None:
         while self._outbox and self._outbox[0].arrived:
@@ -822,7 +825,9 @@ class ReplicaGuard:
             return
         self._publish()
         states = [self._reach(self._state, rank) for rank in range(self.world_size)]
-        finding = _compare_places(states) if None not in states else None
+        if ("gloo" in str(error) or isinstance(error, dist.DistError)) and self._recent and None not in states:
+            states[self.rank]["passes"][str(self._recent[-1].number)][1] = False  # it was in the middle of this epoch
+        finding = _compare_places(states, over=True) if None not in states else None
         if finding is not None:
             with contextlib.suppress(ReplicaError):  # said here
                 self._alarm(**finding)
@@ -844,7 +849,8 @@ class ReplicaGuard:
             verdict = f"rank {self.rank} ends because the ranks are no replicas any more: see the report of rank {alarm['by']}."
             time.sleep(0.2)
         self._speaks, self._verdict = speaks, verdict
-        if not self._told.wait(_RAISE_S if speaks else _RAISE_S + _ANSWER_S):
+        patience = 0.5 if alarm["kind"] == "hang" else _RAISE_S
+        if not self._told.wait(patience if speaks else patience + _ANSWER_S):
             # The training thread stands in something that will not end.
             _say(verdict)
             if speaks:
@@ -937,8 +943,11 @@ def _value_at(runs: list[list[int]], step: int) -> list[int] | None:
     return next((run[1:] for run in reversed(runs) if run[0] <= step), None)
 
 
-def _compare_places(states: list[dict[str, Any]]) -> Finding | None:
-    """Whether, as far as all have come in an epoch, each step took as many batches and collectives on all ranks."""
+def _compare_places(states: list[dict[str, Any]], *, over: bool = False) -> Finding | None:
+    """Whether, as far as all have come in an epoch, each step took as many batches and collectives on all ranks.
+
+    With `over` no rank goes on: then all must have ended the same epochs.
+    """
     for number in {key for state in states for key in state["passes"]}:
         own = [state["passes"].get(number) for state in states]
         if None in own:
@@ -948,7 +957,8 @@ def _compare_places(states: list[dict[str, Any]]) -> Finding | None:
             values = [_value_at(rank, step) for rank in runs]
             if None not in values and any(value != values[0] for value in values):
                 return {"kind": "out-of-step", "at": step, "values": values}
-        if any(ended) and max(batches) > min(count for count, over in zip(batches, ended, strict=True) if over):
+        fewest = min((count for count, left in zip(batches, ended, strict=True) if left), default=max(batches))
+        if max(batches) > fewest or (over and any(ended) and not all(ended)):
             return {"kind": "uneven", "taken": batches, "ended": ended}
     return None
 
@@ -956,7 +966,7 @@ def _compare_places(states: list[dict[str, Any]]) -> Finding | None:
 def _deadlock(states: list[dict[str, Any]], *, patience_s: float) -> Finding | None:
     """All ranks wait, and not for the same: some stand in a collective of another step, or at the end of the epoch."""
     waited = min(state["idle"] for state in states)
-    if waited > patience_s and len({(state["step"], state["phase"].startswith(_WAITS)) for state in states}) > 1:
+    if waited > patience_s and len({(state["step"], state["phase"]) for state in states}) > 1:
         return {"kind": "hang", "waited": waited}
     return None
 
@@ -1048,9 +1058,11 @@ def _report_start(alarm: Finding, answers: Answers, world_size: int) -> str:
     names = alarm["names"]
     rows = [[rank, *row[:6]] for rank, row in enumerate(alarm["rows"])]
     fix = {
-        "loader": "Every rank must see the same data in as many batches, else ranks wait for each other for ever: build data set and\n"
+        "loader": "Every rank must see the same data in as many batches, else ranks wait for each other for ever: "
+        "build data set and\n"
         "loader from the same files, sizes and seed on each rank (sort what listdir gives; seed what is drawn).",
-        "parameters": "The ranks have built different models: take the number of classes, and whatever else shapes the model, from\n"
+        "parameters": "The ranks have built different models: take the number of classes, and whatever else shapes the "
+        "model, from\n"
         "something that is the same on all ranks.",
         "settings": "Start all ranks with the same settings.",
     }[alarm["what"]]
@@ -1075,19 +1087,25 @@ def _report_weights(alarm: Finding, answers: Answers, world_size: int) -> str:
         [n, c["wrapper"], c["synchronised"], c["module"], r["lr"]] for n, (r, c) in enumerate(zip(ranks, calls, strict=True))
     ]
     if not all(rank["wrapped"] for rank in ranks):
-        cause = "Gradients were never averaged: the model is not wrapped. Fix: model = DistributedDataParallel(model), before training."
+        cause = (
+            "Gradients were never averaged: the model is not wrapped. Fix: model = "
+            "DistributedDataParallel(model), before training."
+        )
     elif first and any(c["module"] and not c["wrapper"] for c in calls):
         lines.append(f"  forwards in step {first}, and learning rates:")
         lines.append(_table(["rank", "of the DDP wrapper", "with synchronisation", "of the module in it", "lr"], evidence))
         cause = (
-            f"Gradients were not averaged from step {first} on: the module was called instead of its DDP wrapper, whose forward is\n"
-            "what prepares the averaging. Fix: call the DDP model itself, logits = ddp_model(images), not ddp_model.module(images)."
+            f"Gradients were not averaged from step {first} on: the module was called instead of its DDP "
+            "wrapper, whose forward is\n"
+            "what prepares the averaging. Fix: call the DDP model itself, logits = ddp_model(images), not "
+            "ddp_model.module(images)."
         )
     elif first:
         lines.append(f"  forwards in step {first}, and learning rates:")
         lines.append(_table(["rank", "of the DDP wrapper", "with synchronisation", "of the module in it", "lr"], evidence))
         cause = (
-            f"Gradients were not averaged in step {first}: each of its forwards was under no_sync(). Fix: leave no_sync() for the last\n"
+            f"Gradients were not averaged in step {first}: each of its forwards was under no_sync(). Fix: "
+            "leave no_sync() for the last\n"
             "forward and backward before optimizer.step()."
         )
     elif any(rank["lr"] != ranks[0]["lr"] for rank in ranks):
@@ -1097,8 +1115,10 @@ def _report_weights(alarm: Finding, answers: Answers, world_size: int) -> str:
         one = [group[0] for group in groups if len(group) == 1]
         who = f"rank {one[0]}" if len(one) == 1 and len(groups) > 1 and world_size > 2 else "one rank"
         cause = (
-            f"The gradients were averaged (DDP's forward ran on all ranks), so {who} was changed by itself: weights loaded, reset,\n"
-            "clipped or swapped (an average) on one rank only, a gradient changed after backward, or a step that one rank skipped.\n"
+            f"The gradients were averaged (DDP's forward ran on all ranks), so {who} was changed by itself: "
+            "weights loaded, reset,\n"
+            "clipped or swapped (an average) on one rank only, a gradient changed after backward, or a step "
+            "that one rank skipped.\n"
             "Fix: do on all ranks what changes weights; look at each `if rank == 0:` between these steps."
         )
     return "\n".join([*lines, cause])
@@ -1128,7 +1148,8 @@ def _report_whole_set(alarm: Finding, answers: Answers, world_size: int) -> str:
         f"samples an epoch, of {size} in the set\n"
         "So the ranks see the same samples, and an epoch takes as many steps as without DDP. (Found before step "
         f"{alarm['step'] + 1}.)\n"
-        "Fix: DataLoader(dataset, sampler=DistributedSampler(dataset), ...) without shuffle=True, and sampler.set_epoch(epoch) at the\n"
+        "Fix: DataLoader(dataset, sampler=DistributedSampler(dataset), ...) without shuffle=True, and "
+        "sampler.set_epoch(epoch) at the\n"
         "start of each epoch. If each rank's data set is a part of its own: ReplicaGuard(..., ledger=False)."
     )
 
@@ -1141,7 +1162,8 @@ def _report_overlap(alarm: Finding, answers: Answers, world_size: int) -> str:
     return (
         f"the ranks see the same samples: of the {alarm['total']} that the first {alarm['step'] or 1} steps took, only "
         f"{alarm['different']} are different ones\n{_table(['rank', 'samples'], rows)}\n"
-        "Fix: DataLoader(dataset, sampler=DistributedSampler(dataset), ...), with the same seed on all ranks. If each rank's data set\n"
+        "Fix: DataLoader(dataset, sampler=DistributedSampler(dataset), ...), with the same seed on all "
+        "ranks. If each rank's data set\n"
         "is a part of its own: ReplicaGuard(..., ledger=False)."
     )
 
@@ -1149,10 +1171,13 @@ def _report_overlap(alarm: Finding, answers: Answers, world_size: int) -> str:
 def _report_repeats(alarm: Finding, answers: Answers, world_size: int) -> str:
     rows = [[rank, *values] for rank, values in enumerate(zip(alarm["handed"], alarm["own"], strict=True))]
     return (
-        f"epoch {alarm['epoch']} used samples more than once: {alarm['repeats']} times beyond the first, where filling up the ranks' "
-        f"shares needs {alarm['spare']}\n  {alarm['different']} of {alarm['size']} samples were used; most often {_few(alarm['again'])}\n"
+        f"epoch {alarm['epoch']} used samples more than once: {alarm['repeats']} times beyond the first, "
+        "where filling up the ranks' "
+        f"shares needs {alarm['spare']}\n  {alarm['different']} of {alarm['size']} samples were used; "
+        f"most often {_few(alarm['again'])}\n"
         f"{_table(['rank', 'samples taken', 'of them again on the same rank'], rows)}\n"
-        "Likely the ranks shuffle differently, or a sampler does not know of them. Fix: DistributedSampler with the same seed on all\n"
+        "Likely the ranks shuffle differently, or a sampler does not know of them. Fix: "
+        "DistributedSampler with the same seed on all\n"
         "ranks, and set_epoch(epoch) on all of them. Repeated on purpose: ReplicaGuard(..., ledger=False)."
     )
 
@@ -1162,7 +1187,8 @@ def _report_same_order(alarm: Finding, answers: Answers, world_size: int) -> str
     return (
         f"epoch {alarm['count']} has the same order as the one before{seen}\n"
         f"  found after step {alarm['step']}, rank {alarm['by']}; the sampler's epoch is {alarm['epoch'] - 1} as before\n"
-        "set_epoch was not called: DistributedSampler shuffles by its seed and its epoch alone, so every epoch is like the first.\n"
+        "set_epoch was not called: DistributedSampler shuffles by its seed and its epoch alone, so every "
+        "epoch is like the first.\n"
         "Fix: sampler.set_epoch(epoch) before each `for batch in guard(loader):`."
     )
 
@@ -1177,11 +1203,12 @@ def _report_uneven(alarm: Finding, answers: Answers, world_size: int) -> str:
         for rank, (taken, ended) in enumerate(zip(alarm["taken"], alarm["ended"], strict=True))
     ]
     fewest = min(count for count, ended in zip(alarm["taken"], alarm["ended"], strict=True) if ended)
-    short = [rank for rank, count in enumerate(alarm["taken"]) if count == fewest]
+    short = [rank for rank, count in enumerate(alarm["taken"]) if count == fewest and alarm["ended"][rank]]
     return (
-        f"rank {_few(short)} had {fewest} batches in this epoch, another rank more: it would wait for rank {_few(short)} for ever\n"
+        f"rank {_few(short)} left the epoch after {fewest} batches; another rank goes on, and would wait for it for ever\n"
         f"{_table(['rank', 'batches', 'now'], rows)}\n"
-        "Fix: the same number of batches on every rank: DistributedSampler gives it, or cut all loaders to the shortest. Or a `break`\n"
+        "Fix: the same number of batches on every rank: DistributedSampler gives it, or cut all loaders "
+        "to the shortest. Or a `break`\n"
         "or `continue` that only one rank came to: decide it with a number that all ranks have (dist.all_reduce)."
     )
 
@@ -1201,8 +1228,10 @@ def _report_out_of_step(alarm: Finding, answers: Answers, world_size: int) -> st
         head = f"rank {_few(odd)} skipped a collective in step {alarm['at']}: it made fewer than the others"
     return (
         f"{head}\n{table}\n"
-        "From there on the ranks' collectives pair with those of other steps: gradients of different batches are averaged, and the\n"
-        "run hangs or crashes when one rank ends. Fix: a `continue`, `if loss ...:` or `if rank == 0:` around forward, backward,\n"
+        "From there on the ranks' collectives pair with those of other steps: gradients of different "
+        "batches are averaged, and the\n"
+        "run hangs or crashes when one rank ends. Fix: a `continue`, `if loss ...:` or `if rank == 0:` "
+        "around forward, backward,\n"
         "step or a collective must be taken by all ranks or by none: decide it with a number that all have (dist.all_reduce)."
     )
 
@@ -1223,8 +1252,10 @@ def _report_not_finite(alarm: Finding, answers: Answers, world_size: int) -> str
     return (
         f"a gradient of step {alarm['bad']} is NaN or infinite, the first one (found after step {alarm['step']})\n"
         f"{_table(['rank', 'model output', 'samples of this step'], rows)}\n"
-        "Averaging spreads it to all ranks, and the update to all weights: checkpoints from this step on are lost. Look at the samples\n"
-        "of a rank whose output is not finite; else at the loss (a logarithm or a division by 0), then at the learning rate. Save only\n"
+        "Averaging spreads it to all ranks, and the update to all weights: checkpoints from this step on "
+        "are lost. Look at the samples\n"
+        "of a rank whose output is not finite; else at the loss (a logarithm or a division by 0), then "
+        "at the learning rate. Save only\n"
         "after guard.finite()."
     )
 
@@ -1238,10 +1269,9 @@ def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
     behind = [rank for rank, own in facts.items() if own["collectives"] == fewest]
     missing = next((some for some in (silent, busy, early, behind) if 0 < len(some) < len(facts)), [])
     head = f"rank {_few(missing)} did not come" if missing else "no rank goes on"
-    skipped = _skipped(facts)
-    if skipped is not None and not silent and not busy:
-        rank, step, made, usual = skipped
-        head = f"rank {rank} skipped a collective in step {step} (it made {made}, where the steps before had {usual})"
+    skipped = _skipped(facts) if not silent and not busy else None
+    if skipped is not None:
+        missing, head = [skipped[0]], f"rank {skipped[0]} skipped a collective {skipped[1]}"
     waiting = [rank for rank in facts if rank not in missing] or list(facts)
     rows = [
         [rank, "silent" if rank in silent else "busy" if rank in busy else "waits", own["step"], own["phase"], own["collectives"]]
@@ -1261,15 +1291,21 @@ def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
     )
 
 
-def _skipped(facts: dict[int, dict[str, Any]]) -> tuple[int, int, int, int] | None:
-    """A rank that is ahead in steps because its last one made fewer collectives: rank, step, how many, and the usual number."""
-    common = min(own["step"] for own in facts.values())
-    for rank, own in facts.items():
-        runs = own.get("runs") or []
-        usual, last = _value_at(runs, common), runs[-1] if runs else None
-        if usual is not None and last is not None and last[0] > common and last[2] < usual[1]:
-            return rank, last[0], last[2], usual[1]
-    return None
+_PHASES = ("after step", "loading", "forward", "after forward", "optimizer step")
+
+
+def _skipped(facts: dict[int, dict[str, Any]]) -> tuple[int, str] | None:
+    """The rank that has come further than another one that waits in a collective, which it must have left out."""
+    places = {rank: (own["step"], _PHASES.index(own["phase"]) if own["phase"] in _PHASES else -1) for rank, own in facts.items()}
+    ahead = [rank for rank, place in places.items() if place == max(places.values())]
+    if len(ahead) != 1 or min(places.values()) == max(places.values()):
+        return None
+    rank, behind = ahead[0], min(places, key=places.__getitem__)
+    own, other = facts[rank], facts[behind]
+    runs, usual = own.get("runs") or [], _value_at(own.get("runs") or [], other["step"])
+    if runs and usual is not None and runs[-1][0] > other["step"] and runs[-1][2] < usual[1]:
+        return rank, f"in step {runs[-1][0]} (it made {runs[-1][2]}, in the steps before {usual[1]})"
+    return rank, f"before '{own['phase']}' of step {own['step'] + 1}: rank {behind} still waits in one"
 
 
 def _inner(stack: str, *, most: int = 10) -> str:

@@ -1,0 +1,253 @@
+"""The guard in a plain torchrun script: each mistake, as a person would type it, is named; healthy runs are left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.guard.replica_guard import checksums
+from tests.conftest import REPOSITORY, run_module
+from tests.guard_healthy import CASES
+
+SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text()
+HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text()
+LOOP = "        for images, target in guard(loader):\n"
+STEP = "            guard.step()\n"
+WATCHED = "guard = ReplicaGuard(ddp_model, optimizer)"
+
+
+@dataclass(frozen=True)
+class Ran:
+    codes: list[int]
+    out: list[str]
+    seconds: float
+    left: list[int]
+    late: bool
+
+    def report(self) -> str:
+        """The one report: what the last lines of its rank say."""
+        assert not self.late, self.out
+        assert not self.left
+        assert any(code not in (0, -signal.SIGTERM) for code in self.codes), self.codes
+        reports = [text.split("ReplicaError: ")[-1] for text in self.out if "Fix:" in text or "Look at" in text]
+        assert len(reports) == 1, self.out
+        return reports[0]
+
+
+# name -> what is typed instead of what, one line each
+MISTAKES = {
+    "set-epoch": [("        sampler.set_epoch(epoch)\n", "")],
+    "sampler": [("batch_size=BATCH, sampler=sampler", "batch_size=BATCH, shuffle=True"), ("sampler.set_epoch(epoch)", "pass")],
+    "own-sampler-seed": [
+        ("sampler = DistributedSampler(dataset, seed=1)", "sampler = DistributedSampler(dataset, 2, rank // 2)")
+    ],
+    "unwrapped": [("logits = ddp_model(images)", "logits = model(images)")],
+    "no-sync": [
+        ("            loss.backward()\n", "            loss.backward()\n"),
+        ("logits = ddp_model", "with ddp_model.no_sync(): logits = ddp_model"),
+    ],
+    "nudged": [
+        (STEP, f"            if rank == 1 and guard.steps == 9:\n                model.fc.weight.data[0, 0] += 1e-3\n{STEP}")
+    ],
+    "rate": [(STEP, f"            optimizer.param_groups[0]['lr'] = 0.05 / (1 + rank)\n{STEP}")],
+    "shorter": [("sampler=sampler)", "sampler=sampler if rank == 0 else list(sampler)[4:])")],
+    "left-early": [(LOOP, f"{LOOP}            if rank == 1 and guard.steps == 12:\n                break\n")],
+    "settings": [(WATCHED, "guard = ReplicaGuard(ddp_model, optimizer, settings={'lr': 0.1 * rank})")],
+    "skipped-step": [
+        (
+            LOOP,
+            f"{LOOP}            if rank == 1 and images[0, 0, 0, 0] == dataset[sampler_at][0][0, 0, 0]:\n                continue\n",
+        )
+    ],
+    "skipped-collective": [
+        (WATCHED, WATCHED.replace(")", ", timeout_s=3)")),
+        (STEP, f"{STEP}            if not (rank == 1 and guard.steps == 9):\n                dist.all_reduce(loss.detach())\n"),
+    ],
+    "nan": [("logits = ddp", "images = images / (0 if rank == 1 and guard.steps == 9 else 1)\n            logits = ddp")],
+    "sleeps": [
+        (WATCHED, WATCHED.replace(")", ", timeout_s=2, folder=os.environ['REPORTS'])")),
+        (
+            "            loss.backward()\n",
+            "            if rank == 1 and guard.steps == 9:\n                time.sleep(60)\n            loss.backward()\n",
+        ),
+        ("import os\n", "import os\nimport time\n"),
+    ],
+    "stopped": [
+        (WATCHED, WATCHED.replace(")", ", timeout_s=2)")),
+        (
+            "            loss.backward()\n",
+            "            if rank == 1 and guard.steps == 9:\n                os.kill(os.getpid(), 19)\n            loss.backward()\n",
+        ),
+    ],
+}
+del MISTAKES["skipped-step"], MISTAKES["own-sampler-seed"]
+MISTAKES["skipped-step"] = [
+    ("    guard = ", "    bad = sampler.dataset[list(sampler)[0]][0] if rank == 1 else None\n    guard = "),
+    (
+        LOOP,
+        f"{LOOP}            if rank == 1 and guard.steps == 3 and bad is not None:\n                bad = None\n                continue\n",
+    ),
+]
+
+
+def changed(name: str) -> str:
+    text = SCRIPT
+    for typed, instead in MISTAKES[name]:
+        assert text.count(typed) == 1, typed
+        text = text.replace(typed, instead)
+    return text
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
+    """All in one process that has imported torch once, and has a time limit."""
+    jobs = [{"ranks": 2, "timeout": 60, **job} for job in jobs]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.run_ranks", str(folder / "jobs.json"), str(folder / "out.json")]
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    try:
+        assert process.wait(timeout=240) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("guard")
+    environment = {"REPORTS": str(folder / "reports")}
+    jobs = [{"name": name, "text": changed(name), "env": environment} for name in MISTAKES]
+    results = run_jobs(folder, [{"name": "healthy", "text": SCRIPT}, *jobs])
+    results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text().replace("Look at", ""))
+    return results
+
+
+def test_a_healthy_run_is_one_line_per_epoch(ran: dict[str, Ran]) -> None:
+    assert ran["healthy"].codes == [0, 0]
+    lines = ran["healthy"].out[0].splitlines()
+    # 64 samples over 2 ranks in batches of 4 are 8 steps an epoch.
+    said = [f"guard  epoch {n}: 64 samples on 2 ranks, each once; weights equal at step {8 * n}" for n in (1, 2, 3)]
+    assert [line for line in lines if line.startswith("guard")] == said
+    assert ran["healthy"].out[1] == ""
+
+
+def test_B1_set_epoch_forgotten_is_named_at_the_second_epoch(ran: dict[str, Ran]) -> None:
+    report = ran["set-epoch"].report()
+    assert report.startswith("epoch 2 has the same order as the one before: its first samples are again ")
+    assert "found after step 8" in report
+    assert "set_epoch was not called" in report
+
+
+def test_B2_no_distributed_sampler_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+    report = ran["sampler"].report()
+    assert report.startswith("every rank draws from the whole data set: the loader has a RandomSampler")
+    assert "2 ranks x 16 batches of 4 are 128 samples an epoch, of 64" in report
+    assert "before step 1" in report
+
+
+def test_the_unwrapped_module_is_named_after_one_step(ran: dict[str, Ran]) -> None:
+    report = ran["unwrapped"].report()
+    assert report.startswith("weights differ between the ranks after step 1; they were equal before step 1")
+    assert "the module was called instead of its DDP wrapper" in report
+    assert "largest difference" in report
+
+
+def test_no_sync_is_named(ran: dict[str, Ran]) -> None:
+    assert "each of its forwards was under no_sync()" in ran["no-sync"].report()
+
+
+def test_F4_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ran]) -> None:
+    report = ran["nudged"].report()
+    assert report.startswith("weights differ between the ranks after step 16; they were equal after step 8")
+    assert "1 of 16 differ: fc.weight\n" in report
+    assert "largest difference: 0.001 in fc.weight" in report
+    assert "The gradients were averaged" in report
+
+
+def test_learning_rates_of_the_ranks_are_named(ran: dict[str, Ran]) -> None:
+    assert "The learning rates differ" in ran["rate"].report()
+
+
+def test_A1_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+    report = ran["shorter"].report()
+    assert report.startswith("the loaders of the ranks differ before step 1: batches")
+    assert [line.split()[:2] for line in report.splitlines()[2:4]] == [["0", "8"], ["1", "7"]]
+
+
+def test_A1_a_rank_that_leaves_the_epoch_is_named(ran: dict[str, Ran]) -> None:
+    assert ran["left-early"].report().startswith("rank 1 left the epoch after 5 batches")
+
+
+def test_A2_other_settings_are_named(ran: dict[str, Ran]) -> None:
+    assert ran["settings"].report().startswith("the settings of the ranks differ before step 1: lr")
+
+
+def test_a_skipped_step_is_named(ran: dict[str, Ran]) -> None:
+    assert ran["skipped-step"].report().startswith("rank 1 skipped a step: it made none with a batch that came before its step 4")
+
+
+def test_A4_a_skipped_collective_is_named(ran: dict[str, Ran]) -> None:
+    report = ran["skipped-collective"].report()
+    assert report.startswith("rank 1 skipped a collective before 'forward' of step 10: rank 0 still waits in one")
+    assert "gloo:all_reduce" in report
+
+
+def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]) -> None:
+    report = ran["nan"].report()
+    assert report.startswith("a gradient of step 10 is NaN or infinite, the first one (found after step 16)")
+    rows = [line.split() for line in report.splitlines()[2:4]]
+    assert rows[0][:2] == ["0", "finite"]
+    assert rows[1][:3] == ["1", "not", "finite"]
+    assert len(rows[0][2:]) == len(rows[1][3:]) == 4
+
+
+def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran: dict[str, Ran]) -> None:
+    report = ran["sleeps"].report()
+    assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
+    assert "time.sleep(60)" in report
+    assert "loss.backward()" in report
+    assert "main" in ran["sleeps"].out[-1]
+
+
+def test_A11_a_stopped_rank_is_named_silent(ran: dict[str, Ran]) -> None:
+    report = ran["stopped"].report()
+    assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
+    assert "rank 1: no answer" in report
+
+
+def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(changed("unwrapped"))
+    arguments = ["--nproc-per-node", "2", "--master-port", "0", str(script)]
+    finished = run_module("torch.distributed.run", *arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
+    assert finished.code == 1
+    assert finished.err.count("what is") <= 1
+    assert finished.err.count("the module was called instead of its DDP wrapper") == 1
+    assert "ReplicaError: weights differ" in "\n".join(finished.err.splitlines()[-4:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_healthy_runs_are_left_alone(ranks: int, tmp_path: Path) -> None:
+    environment = {"SAME_BITS": "1"} if ranks == 2 else {}
+    job = {"name": "healthy", "text": HEALTHY, "ranks": ranks, "timeout": 150, "env": environment}
+    result = run_jobs(tmp_path, [job])["healthy"]
+    assert result.codes == [0] * ranks, result.out
+    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [f"fine: {name}" for name in CASES]
+    assert result.out[0].count("same bits") == (ranks == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_checksum_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None:
+    tensor = torch.arange(3000).remainder(2).to(dtype).reshape(3, 1000)
+    other, exchanged = tensor.clone(), tensor.clone()
+    other[2, 999] = 0
+    exchanged[0, 0], exchanged[0, 1] = tensor[0, 1], tensor[0, 0]
+    own, *different = checksums([tensor, other, exchanged]).tolist()
+    assert own not in different
+    assert checksums([tensor.clone(), torch.zeros(0)]).tolist() == [own, 0]
