@@ -40,30 +40,25 @@ class Ran:
         return reports[0]
 
 
-# name -> what is typed instead of what, one line each
+BACKWARD = "            loss.backward()\n"
+AT_9 = "            if rank == 1 and guard.steps == 9:\n                "  # its tenth step, in epoch 2
+
+# name -> what is typed instead of what
 MISTAKES = {
     "set-epoch": [("        sampler.set_epoch(epoch)\n", "")],
     "sampler": [("batch_size=BATCH, sampler=sampler", "batch_size=BATCH, shuffle=True"), ("sampler.set_epoch(epoch)", "pass")],
-    "own-sampler-seed": [
-        ("sampler = DistributedSampler(dataset, seed=1)", "sampler = DistributedSampler(dataset, 2, rank // 2)")
-    ],
+    "other-seed": [("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(2 * epoch + rank)\n")],
     "unwrapped": [("logits = ddp_model(images)", "logits = model(images)")],
-    "no-sync": [
-        ("            loss.backward()\n", "            loss.backward()\n"),
-        ("logits = ddp_model", "with ddp_model.no_sync(): logits = ddp_model"),
-    ],
-    "nudged": [
-        (STEP, f"            if rank == 1 and guard.steps == 9:\n                model.fc.weight.data[0, 0] += 1e-3\n{STEP}")
-    ],
+    "no-sync": [("logits = ddp_model(images)", "with ddp_model.no_sync():\n                logits = ddp_model(images)")],
+    "nudged": [(STEP, f"{AT_9}model.fc.weight.data[0, 0] += 1e-3\n{STEP}")],
     "rate": [(STEP, f"            optimizer.param_groups[0]['lr'] = 0.05 / (1 + rank)\n{STEP}")],
     "shorter": [("sampler=sampler)", "sampler=sampler if rank == 0 else list(sampler)[4:])")],
     "left-early": [(LOOP, f"{LOOP}            if rank == 1 and guard.steps == 12:\n                break\n")],
     "settings": [(WATCHED, "guard = ReplicaGuard(ddp_model, optimizer, settings={'lr': 0.1 * rank})")],
+    "classes": [("model = SmallNet()", "dataset.classes = ['cat', 'dog'][: 1 + rank]\n    model = SmallNet()")],
     "skipped-step": [
-        (
-            LOOP,
-            f"{LOOP}            if rank == 1 and images[0, 0, 0, 0] == dataset[sampler_at][0][0, 0, 0]:\n                continue\n",
-        )
+        ("    guard = ", "    bad = rank == 1\n    guard = "),
+        (LOOP, f"{LOOP}            if bad and guard.steps == 3:\n                bad = False\n                continue\n"),
     ],
     "skipped-collective": [
         (WATCHED, WATCHED.replace(")", ", timeout_s=3)")),
@@ -72,33 +67,16 @@ MISTAKES = {
     "nan": [("logits = ddp", "images = images / (0 if rank == 1 and guard.steps == 9 else 1)\n            logits = ddp")],
     "sleeps": [
         (WATCHED, WATCHED.replace(")", ", timeout_s=2, folder=os.environ['REPORTS'])")),
-        (
-            "            loss.backward()\n",
-            "            if rank == 1 and guard.steps == 9:\n                time.sleep(60)\n            loss.backward()\n",
-        ),
+        (BACKWARD, f"{AT_9}time.sleep(60)\n{BACKWARD}"),
         ("import os\n", "import os\nimport time\n"),
     ],
-    "stopped": [
-        (WATCHED, WATCHED.replace(")", ", timeout_s=2)")),
-        (
-            "            loss.backward()\n",
-            "            if rank == 1 and guard.steps == 9:\n                os.kill(os.getpid(), 19)\n            loss.backward()\n",
-        ),
-    ],
 }
-del MISTAKES["skipped-step"], MISTAKES["own-sampler-seed"]
-MISTAKES["skipped-step"] = [
-    ("    guard = ", "    bad = sampler.dataset[list(sampler)[0]][0] if rank == 1 else None\n    guard = "),
-    (
-        LOOP,
-        f"{LOOP}            if rank == 1 and guard.steps == 3 and bad is not None:\n                bad = None\n                continue\n",
-    ),
-]
+STOPPED = [(WATCHED, WATCHED.replace(")", ", timeout_s=2)")), (BACKWARD, f"{AT_9}os.kill(os.getpid(), 19)\n{BACKWARD}")]
 
 
-def changed(name: str) -> str:
+def changed(changes: list[tuple[str, str]]) -> str:
     text = SCRIPT
-    for typed, instead in MISTAKES[name]:
+    for typed, instead in changes:
         assert text.count(typed) == 1, typed
         text = text.replace(typed, instead)
     return text
@@ -122,7 +100,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("guard")
     environment = {"REPORTS": str(folder / "reports")}
-    jobs = [{"name": name, "text": changed(name), "env": environment} for name in MISTAKES]
+    jobs = [{"name": name, "text": changed(MISTAKES[name]), "env": environment} for name in MISTAKES]
     results = run_jobs(folder, [{"name": "healthy", "text": SCRIPT}, *jobs])
     results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text().replace("Look at", ""))
     return results
@@ -215,15 +193,25 @@ def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran: dict[str, R
     assert "main" in ran["sleeps"].out[-1]
 
 
-def test_A11_a_stopped_rank_is_named_silent(ran: dict[str, Ran]) -> None:
-    report = ran["stopped"].report()
+@pytest.mark.slow
+def test_A11_a_stopped_rank_is_named_silent(tmp_path: Path) -> None:
+    report = run_jobs(tmp_path, [{"name": "stopped", "text": changed(STOPPED)}])["stopped"].report()
     assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
     assert "rank 1: no answer" in report
 
 
+def test_B3_ranks_that_shuffle_differently_are_named(ran: dict[str, Ran]) -> None:
+    report = ran["other-seed"].report()
+    assert "see the same samples" in report or "used samples more than once" in report
+
+
+def test_A13_other_classes_are_named(ran: dict[str, Ran]) -> None:
+    assert ran["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
+
+
 def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(changed("unwrapped"))
+    script.write_text(changed(MISTAKES["unwrapped"]))
     arguments = ["--nproc-per-node", "2", "--master-port", "0", str(script)]
     finished = run_module("torch.distributed.run", *arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
     assert finished.code == 1

@@ -268,6 +268,20 @@ class _Pass:
     agreed: int = 0
 
 
+class _Hook:
+    """A hook that stays behind when its model is copied or pickled, as for an average of the weights."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._call is not None:
+            self._call(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
 class ReplicaGuard:
     """Put it around a loader, and call `step` after each optimizer step.
 
@@ -571,17 +585,20 @@ class ReplicaGuard:
             os._exit(1)
         self._closed.set()
         self._wake.set()
+        for handle in self._handles:
+            handle.remove()
         self._thread.join(_ANSWER_S)  # inside of torch when the interpreter ends, it would abort the process
 
     # What hooks see
 
     def _attach(self) -> None:
-        self.module.register_forward_pre_hook(self._before_module)
+        self._handles = [
+            self.module.register_forward_pre_hook(_Hook(self._before_module)),
+            self.module.register_forward_hook(_Hook(self._after_module)),
+            *(optimizer.register_step_pre_hook(_Hook(self._before_update)) for optimizer in self.optimizers),
+        ]
         if self.wrapper is not self.module:
-            self.wrapper.register_forward_pre_hook(self._before_wrapper)
-        self.module.register_forward_hook(self._after_module)
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._before_update)
+            self._handles.append(self.wrapper.register_forward_pre_hook(_Hook(self._before_wrapper)))
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         self._progress += 1
@@ -1058,13 +1075,13 @@ def _report_start(alarm: Finding, answers: Answers, world_size: int) -> str:
     names = alarm["names"]
     rows = [[rank, *row[:6]] for rank, row in enumerate(alarm["rows"])]
     fix = {
-        "loader": "Every rank must see the same data in as many batches, else ranks wait for each other for ever: "
+        "loader": "Fix: every rank must see the same data in as many batches, else ranks wait for each other for ever: "
         "build data set and\n"
         "loader from the same files, sizes and seed on each rank (sort what listdir gives; seed what is drawn).",
-        "parameters": "The ranks have built different models: take the number of classes, and whatever else shapes the "
+        "parameters": "Fix: the ranks have built different models: take the number of classes, and whatever else shapes the "
         "model, from\n"
         "something that is the same on all ranks.",
-        "settings": "Start all ranks with the same settings.",
+        "settings": "Fix: start all ranks with the same settings.",
     }[alarm["what"]]
     return f"the {what} of the ranks differ before step 1: {_few(names)}\n{_table(['rank', *names[:6]], rows)}\n{fix}"
 

@@ -21,6 +21,7 @@ from project.core.report import closing_lines, data_lines, replaced_line, run_li
 from project.raw.cli import Settings, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, process_group
+from project.raw.guard import Guard
 from project.raw.module import Classifier
 from project.raw.recording import RecordedTrainer
 from project.raw.run_folder import make_run_folder
@@ -120,7 +121,9 @@ def train(settings: Settings, ranks: Ranks) -> None:
             else:
                 run = RecordedTrainer(trainer, ranks, module, data, folder)
                 run.record_to(settings.record, describe(settings, splits))
+            run.guard = Guard(settings.guard)
             run.fit(settings.ckpt_path)
+            run.guard.close()
             replaced = run.count_replaced()
         except Exception as error:
             if started_by_us():

@@ -18,6 +18,7 @@ from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
 from project.raw.distributed import Ranks, equal_buffers, sum_over_ranks, wrap
+from project.raw.guard import Guard
 from project.raw.metrics import TrainMetrics, ValMetrics
 from project.raw.module import Classifier
 from project.raw.precision import Precision
@@ -30,6 +31,8 @@ class Trainer:
 
     Since all start from the same weights and take the same steps, they stay equal without ever exchanging weights.
     """
+
+    guard: Guard
 
     def __init__(self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path) -> None:
         self.config, self.ranks, self.module, self.data, self.folder = config, ranks, module, data, folder
@@ -78,6 +81,7 @@ class Trainer:
             steps_per_epoch=self.plan.steps_per_epoch,
             total_steps=self.total_steps,
         )
+        self.guard.attach(self.model, self.optimizer)
         self.train_loader, self.val_loader = self.data.train_dataloader(), self.data.val_dataloader()
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.place = Place()
@@ -102,7 +106,7 @@ class Trainer:
         self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
         self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
         self.metrics.begin_epoch()
-        for batch in islice(self.train_loader, plan.batches - place.batches):
+        for batch in self.guard.epoch(self.train_loader, batches=plan.batches - place.batches):
             self.metrics.begin_batch()
             images, target, index = batch
             images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
@@ -143,6 +147,7 @@ class Trainer:
         scaler.update()
         self.schedule.step()
         self.place.step += 1
+        self.guard.step()
 
     def end_interval(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
