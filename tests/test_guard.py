@@ -239,3 +239,11 @@ def test_a_checksum_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None
     own, *different = checksums([tensor, other, exchanged]).tolist()
     assert own not in different
     assert checksums([tensor.clone(), torch.zeros(0)]).tolist() == [own, 0]
+
+
+@pytest.mark.slow
+def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
+    text = (REPOSITORY / "tests/guard_overhead.py").read_text()
+    ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
+    assert ran.codes == [0, 0]
+    assert "ms a comparison: " in ran.out[0]

@@ -19,7 +19,8 @@ What DDP takes for granted and never looks at again is looked at here:
 
 - before step 1: loader, data set, classes, parameters and settings are the same on all ranks;
 - after steps 1 and 2, every `every` steps and at the end of each epoch: weights and optimizer state are the same, to the bit;
-- in every step: gradients are finite (on a CPU those of up to 65,536 elements, and all where weights are compared), and each rank has taken as many batches and made as many collectives as the others;
+- in every step: gradients are finite (on a CPU those of up to 65,536 elements; all where weights are compared), and each rank
+  has taken as many batches and made as many collectives as the others;
 - over each epoch: the samples of the ranks are disjoint, cover the set, and come in another order than in the epoch before;
 - all the time: no rank waits for ever for one that does not come.
 
