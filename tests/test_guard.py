@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.guard.replica_guard import checksums
+from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
 from tests.conftest import REPOSITORY, run_module
 from tests.guard_healthy import CASES
 from tests.run_ranks import free_port
@@ -247,3 +247,47 @@ def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
     ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
     assert ran.codes == [0, 0]
     assert "ms a comparison: " in ran.out[0]
+
+
+def end(**changes: object) -> dict[str, object]:
+    """What a rank says at the end of an epoch of 6 samples on two ranks."""
+    return {"epoch": 1, "batches": 2, "step": 2, "samples": 6, "share": 3, "spare": 0, "left": False, **changes}
+
+
+def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
+    twice = [torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])]
+    finding, _ = _compare_ends([end(), end()], twice, good_step=2)
+    assert finding is not None
+    assert (finding["kind"], finding["repeats"], finding["different"], finding["own"]) == ("repeats", 1, 5, [0, 0])
+    # Of 5 samples one must be repeated so that two ranks get 3 each.
+    filled = [end(samples=5, spare=1)] * 2
+    assert _compare_ends(filled, twice, good_step=2) == (
+        None,
+        "5 samples on 2 ranks, each once, 1 of them twice to fill up; weights equal at step 2",
+    )
+
+
+def test_A13_other_parameters_are_found() -> None:
+    facts = [{"settings": {}, "loader": {}, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
+    finding = _compare_starts(facts)
+    assert finding is not None
+    assert finding["names"] == ["fc.weight"]
+    assert _compare_starts([facts[0], facts[0]]) is None
+
+
+def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | None = None) -> dict[str, object]:
+    return {"step": step, "phase": phase, "idle": idle, "passes": {"1": [step, False, step, runs or [[1, 1, 2]]]}}
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    places = [state(4, "after forward", idle=11), state(5, "forward", idle=12)]
+    assert _deadlock(places, patience_s=10) == {"kind": "hang", "waited": 11}
+    assert _deadlock([places[0], places[0]], patience_s=10) is None  # for the same: perhaps the network is slow
+    assert _deadlock([places[0], state(5, "forward")], patience_s=10) is None  # one of them works
+
+
+def test_a_step_with_fewer_collectives_is_found_once_both_have_made_it() -> None:
+    ahead, behind = state(6, "forward", runs=[[1, 1, 2], [5, 1, 1]]), state(4, "forward")
+    assert _compare_places([ahead, behind]) is None
+    finding = _compare_places([ahead, state(5, "forward")])
+    assert finding == {"kind": "out-of-step", "at": 5, "values": [[1, 1], [1, 2]]}

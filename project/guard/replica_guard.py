@@ -75,6 +75,7 @@ _RAISE_S = 4.0  # for the training thread, to raise by itself
 _CHUNK = 4 << 20  # bytes of one message: TCPStore takes 8 MB
 _SURE_S = 10.0  # all ranks stand still at different places: they wait for each other
 _WAITS = "waits for the other ranks"
+_FIRST = 64  # batches in which an order can show itself to be the old one
 _COLUMNS = 1024  # of a checksum
 _MOST_SAMPLES = 20_000_000  # of which an account is kept
 _SMALL = 65_536  # elements of a gradient that is looked at in every step on a CPU
@@ -367,7 +368,7 @@ class ReplicaGuard:
         self._failed: BaseException | None = None
         self._told, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._hurry = False
-        self._training_thread = threading.main_thread().ident
+        self._training_thread = threading.get_ident()
         self._seen_progress, self._seen_at = -1, time.monotonic()
         self._pid = os.getpid()
         self._attach()
@@ -481,7 +482,7 @@ class ReplicaGuard:
         if this.previous is None:
             return
         at = this.batches - 1
-        if at >= len(this.previous) or this.previous[at] != numbers:
+        if at >= min(len(this.previous), _FIRST) or this.previous[at] != numbers:
             this.previous = None
             return
         this.agreed += len(numbers)
@@ -845,7 +846,7 @@ class ReplicaGuard:
             return True
         if self._device.type == "cuda":  # whose collectives are waited for wherever a value is read
             return bool(self._passes) and not sure
-        frame = sys._current_frames().get(self._training_thread or 0)
+        frame = sys._current_frames().get(self._training_thread)
         inner = frame.f_code.co_filename.replace("\\", "/") if frame is not None else ""
         return any(part in inner for part in ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"))
 
@@ -907,7 +908,7 @@ class ReplicaGuard:
         return dict(sorted(answers.items()))
 
     def _testimony(self, alarm: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        frame = sys._current_frames().get(self._training_thread or 0)
+        frame = sys._current_frames().get(self._training_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         facts: dict[str, Any] = {
             "step": self.steps,
