@@ -9,6 +9,8 @@ import torch
 
 from project.core.config import GuardConfig
 from project.core.errors import UserError
+from project.lit.cli import ValidateCLI
+from project.lit.guard import ReplicaGuardCallback
 from tests.conftest import SMALL, run_module
 from tests.test_guard import run_jobs
 
@@ -85,3 +87,10 @@ def test_what_the_guard_cannot_do_is_refused() -> None:
         GuardConfig(every=-1)
     with pytest.raises(UserError, match="--guard.timeout is 0"):
         GuardConfig(timeout=0)
+
+
+def test_validate_accepts_the_config_of_a_run(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("guard:\n  every: 5\ntrainer:\n  accelerator: cpu\n  devices: 1\n")
+    cli = ValidateCLI(["--config", str(config)])
+    assert not any(isinstance(callback, ReplicaGuardCallback) for callback in cli.trainer.callbacks)

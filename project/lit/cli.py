@@ -102,8 +102,8 @@ class TrainCLI(LightningCLI):
             raise UserError(str(error)) from error
 
     def _guard(self) -> list[Callback]:
-        config: GuardConfig | None = self.config_init.get("guard")
-        if config is None or not config.every:
+        config: GuardConfig = self.config_init.guard
+        if not config.every or self.command != "fit":
             return []
         return [ReplicaGuardCallback(every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True)]
 
@@ -132,4 +132,5 @@ class ValidateCLI(TrainCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Evaluate this checkpoint of a run.")
         parser.add_argument("--weights", type=str | None, default=None, help="Or this state dict of torchvision or timm.")
+        parser.add_class_arguments(GuardConfig, "guard")  # so that a run's config.yaml is accepted
         parser.set_defaults(self.defaults)
