@@ -9,5 +9,6 @@ compare.py    train with both and compare them, bit for bit
 core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning
 lit/          the Lightning trainer: module, data, callbacks, command line
 raw/          the same by hand, one file per Lightning service
+guard/        watches that the ranks stay replicas: one file for anyone's script, nothing of ours
 parity/       the comparison: recorded runs in, findings and a report out
 """

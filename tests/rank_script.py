@@ -7,6 +7,7 @@ import time
 
 from project.core.errors import BadImageError, UserError
 from project.core.launch import run_command
+from project.guard import ReplicaError
 
 rank = int(os.environ["RANK"])
 
@@ -23,6 +24,10 @@ def main() -> int:
         raise RuntimeError(f"this is rank {rank}")
     if behaviour == "refuse":
         raise UserError("--flag is wrong")
+    if behaviour == "report":
+        if rank == 1:
+            raise ReplicaError("weights differ\nFix: this")
+        time.sleep(60)
     if behaviour == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

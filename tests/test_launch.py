@@ -53,6 +53,7 @@ def no_rank_is_left():  # type: ignore[no-untyped-def]
         ("end", 0, ""),
         ("fail-on-1", 1, "error: rank 1: cannot read the image x.jpg\n"),
         ("fail-then-notice", 1, "error: rank 1: RuntimeError: this is rank 1\n"),
+        ("report", 1, "error: weights differ\nFix: this\n"),
         ("refuse", 2, "error: --flag is wrong\n"),
         ("killed", 137, "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"),
     ],

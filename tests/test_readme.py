@@ -65,7 +65,7 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`((?:core|lit|raw)/\w+\.py)`", README):
+    for name in re.findall(r"`((?:core|guard|lit|raw)/\w+\.py)`", README):
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name

@@ -16,8 +16,9 @@ PROJECT = REPOSITORY / "project"
 # folder or command -> what of ours, and of the trainers' frameworks, it may import
 MAY_IMPORT = {
     "core": {"core"},
-    "lit": {"core", "lit", "lightning"},
-    "raw": {"core", "raw"},
+    "guard": {"guard"},
+    "lit": {"core", "guard", "lit", "lightning"},
+    "raw": {"core", "guard", "raw"},
     "parity": {"core", "parity"},
     "parity/faults.py": {"core", "parity", "raw"},  # which these two patch from outside
     "parity/mistakes.py": {"core", "parity", "raw"},

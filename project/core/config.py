@@ -1,4 +1,7 @@
-"""The settings that both trainers read from one YAML: `model.*` and `data.*`. The defaults are torchvision's ImageNet recipe."""
+"""The settings that both trainers read from one YAML: `model.*`, `data.*` and `guard.*`.
+
+The defaults are torchvision's ImageNet recipe.
+"""
 
 import math
 from dataclasses import dataclass
@@ -195,3 +198,20 @@ class DataConfig:
             _require(math.isfinite(value) and value >= 0, f"data.{name}", value, "give a number that is zero or more")
         fraction = self.val_fraction
         _require(0 < fraction <= 1, "data.val_fraction", fraction, "give a share above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What watches that the ranks of a training stay replicas (project/guard).
+
+    Args:
+        every: Steps between two comparisons of weights and optimizer state; 0 switches the guard off.
+        timeout: Seconds that a rank may wait for another one before the run ends.
+    """
+
+    every: int = 100
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "guard.every", self.every, "give a number of steps, or 0 for no guard")
+        _require(self.timeout > 0, "guard.timeout", self.timeout, "give a number of seconds above 0")

@@ -153,6 +153,12 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(images), torch.tensor(targets), torch.tensor(numbers)
 
 
+def numbers_of(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Which samples a batch was made of, whether or not another image took the place of one."""
+    numbers = batch[2]
+    return torch.where(numbers < 0, ~numbers, numbers)
+
+
 def init_worker(_: int) -> None:
     """The trainer decides what a signal means; its loader processes end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

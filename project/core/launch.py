@@ -189,12 +189,16 @@ def _end_with_launcher() -> None:
 
 def report_failure(error: BaseException) -> int:
     """Say why this rank ends: to the launcher if we started it, else on stderr. Returns the exit code."""
-    cause = next((e for e in _chain(error) if isinstance(e, UserError | BadImageError)), None)
+    chain = _chain(error)
+    cause = next((e for e in chain if isinstance(e, UserError | BadImageError)), None)
+    report = next((e for e in chain if getattr(e, "is_report", False)), None)  # of the guard, which nothing here imports
     rank = f"rank {os.environ.get('RANK', '0')}: " if _is_rank() else ""
     if isinstance(cause, UserError):
         code, text = 2, f"error: {cause}\n"
     elif cause is not None:  # from a loader worker it comes with the worker's traceback as text
         code, text = 1, f"error: {rank}{str(cause).split('BadImageError: ')[-1].strip()}\n"
+    elif report is not None:
+        code, text = 1, f"error: {report}\n"
     elif isinstance(error, OSError) and error.filename is not None:  # a place that cannot be read or written
         code, text = 1, f"error: {rank}{error.filename}: {error.strerror}\n"
     else:

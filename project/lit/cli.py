@@ -9,12 +9,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
+from project.core.config import GuardConfig
+from project.core.data import numbers_of
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.ema import MovingAverage
+from project.lit.guard import ReplicaGuardCallback
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
@@ -61,6 +64,7 @@ class TrainCLI(LightningCLI):
             help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
         )
         parser.add_argument("--record", type=str | None, default=None, help="Write what the training does to this folder.")
+        parser.add_class_arguments(GuardConfig, "guard")
         parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -89,7 +93,7 @@ class TrainCLI(LightningCLI):
         if config.logger in (None, True):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
         recording = [] if self.record is None else [Recording(self.record)]
-        config.callbacks = [*default_callbacks(config, given), *recording, *given]
+        config.callbacks = [*default_callbacks(config, given), *recording, *self._guard(), *given]
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
@@ -97,6 +101,12 @@ class TrainCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError) as error:  # what Lightning refuses: devices, strategies, limits
             raise UserError(str(error)) from error
+
+    def _guard(self) -> list[Callback]:
+        config: GuardConfig = self.config_init.guard
+        if not config.every or self.command != "fit":
+            return []
+        return [ReplicaGuardCallback(every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True)]
 
 
 def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
@@ -123,4 +133,5 @@ class ValidateCLI(TrainCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Evaluate this checkpoint of a run.")
         parser.add_argument("--weights", type=str | None, default=None, help="Or this state dict of torchvision or timm.")
+        parser.add_class_arguments(GuardConfig, "guard")  # so that a run's config.yaml is accepted
         parser.set_defaults(self.defaults)

@@ -74,6 +74,7 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
     """The exit code, or None where it had to be ended; its ranks end with it."""
     folder.mkdir(parents=True)
     where = ["--record", str(folder / "record"), "--trainer.default_root_dir", str(folder)]
+    where += ["--guard.every", "0"]  # which would end a run for the mistake that is to be compared
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
             [*command, *arguments, *where],

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
-from project.core.config import DataConfig, ModelConfig
+from project.core.config import DataConfig, GuardConfig, ModelConfig
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
@@ -114,6 +114,7 @@ class Settings:
     trainer: TrainerConfig
     model: ModelConfig
     data: DataConfig
+    guard: GuardConfig
     seed: int
     ckpt_path: str | None
     record: str | None
@@ -139,6 +140,7 @@ def _parser() -> ArgumentParser:
         parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")
     parser.add_class_arguments(ModelConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
+    parser.add_class_arguments(GuardConfig, "guard")
     parser.add_argument(
         "--ckpt_path",
         type=str | None,
@@ -247,6 +249,7 @@ def parse(arguments: list[str]) -> Settings:
         TrainerConfig(**honoured),
         ModelConfig(**vars(config.model)),
         DataConfig(**vars(config.data)),
+        GuardConfig(**vars(config.guard)),
         config.seed_everything,
         config.ckpt_path,
         record,

@@ -21,7 +21,8 @@ from project.core.record import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
 from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
-from project.raw.distributed import Ranks, find_rank, process_group
+from project.raw.distributed import Ranks, find_rank, process_group, sum_over_ranks
+from project.raw.guard import Guard
 from project.raw.module import Classifier
 from project.raw.recording import RecordedTrainer
 from project.raw.run_folder import make_run_folder
@@ -123,13 +124,15 @@ def train(settings: Settings, ranks: Ranks) -> None:
                 print(module.note, flush=True)
             data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed)
             folder = make_run_folder(settings, ranks)
+            guard = Guard(settings.guard)
             if settings.record is None:
-                run = Trainer(trainer, ranks, module, data, folder)
+                run = Trainer(trainer, ranks, module, data, folder, guard)
             else:
-                run = RecordedTrainer(trainer, ranks, module, data, folder)
+                run = RecordedTrainer(trainer, ranks, module, data, folder, guard)
                 run.record_to(settings.record, describe(settings, splits))
             run.fit(settings.ckpt_path)
-            replaced = run.count_replaced()
+            guard.close()
+            replaced = int(sum_over_ranks(torch.tensor(float(len(run.metrics.replaced)), device=ranks.device)))
         except Exception as error:
             if started_by_us():
                 report_failure(error)  # now: leaving the group may wait for ranks that are gone

@@ -19,7 +19,8 @@ from project.core.weights import extract_state_dict
 from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
-from project.raw.distributed import Ranks, ddp_options, equal_buffers, sum_over_ranks, wrap
+from project.raw.distributed import Ranks, ddp_options, equal_buffers, wrap
+from project.raw.guard import Guard
 from project.raw.metrics import TrainMetrics, ValMetrics
 from project.raw.module import Classifier
 from project.raw.precision import Precision
@@ -33,8 +34,10 @@ class Trainer:
     Since all start from the same weights and take the same steps, they stay equal without ever exchanging weights.
     """
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path) -> None:
-        self.config, self.ranks, self.module, self.data, self.folder = config, ranks, module, data, folder
+    def __init__(
+        self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path, guard: Guard
+    ) -> None:
+        self.config, self.ranks, self.module, self.data, self.folder, self.guard = config, ranks, module, data, folder, guard
         self.device, self.plan = ranks.device, data.plan
 
     def fit(self, ckpt_path: str | None) -> None:
@@ -81,6 +84,7 @@ class Trainer:
             steps_per_epoch=self.plan.steps_per_epoch,
             total_steps=self.total_steps,
         )
+        self.guard.attach(self.model, self.optimizer)
         warmup = warmup_steps(self.module.config, steps_per_epoch=self.plan.steps_per_epoch)
         self.ema = build_ema(self.module.model, self.module.config, warmup_steps=warmup)
         self.networks = [self.module.model, *([self.ema.model] if self.ema else [])]
@@ -90,7 +94,6 @@ class Trainer:
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.place = Place()
         self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
-        self.log_every = config.log_every_n_steps or 50
         first = self.ranks.is_first
         self.logger = Logger(self.folder if first else None, rows=config.logger is not False, ema=self.ema is not None)
         shown = first and config.enable_progress_bar is not False
@@ -111,7 +114,7 @@ class Trainer:
         self.train_loader.batch_sampler.sampler.set_epoch(place.epoch)  # type: ignore[union-attr]
         self.train_loader.load_state_dict({"epoch": place.epoch, "batches": place.batches})
         self.metrics.begin_epoch()
-        for batch in islice(self.train_loader, plan.batches - place.batches):
+        for batch in self.guard.epoch(self.train_loader, batches=plan.batches - place.batches):
             self.metrics.begin_batch()
             images, target, index = batch
             images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
@@ -133,7 +136,7 @@ class Trainer:
             if steps:
                 self.step()
             self.metrics.end_batch(loss.detach(), index)
-            if steps and place.step % self.log_every == 0:
+            if steps and place.step % (self.config.log_every_n_steps or 50) == 0:
                 self.end_interval()
             self.progress.batch(place.batches, plan.batches)
             if self.done:
@@ -156,6 +159,7 @@ class Trainer:
         self.place.step += 1
         if self.ema:
             self.ema.update(self.module.model, step=self.place.step)
+        self.guard.step()
 
     def end_interval(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -242,7 +246,3 @@ class Trainer:
             self.place.best = inherit_best(self.place.best, self.folder)
         if self.place.complete:
             self.place.next_epoch()
-
-    def count_replaced(self) -> int:
-        """Unreadable images that were replaced, on all ranks."""
-        return int(sum_over_ranks(torch.tensor(float(len(self.metrics.replaced)), device=self.device)))

@@ -1,0 +1,45 @@
+"""Replaces ReplicaGuardCallback: the guard around this trainer's loader and after its steps."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from project.core.config import GuardConfig
+from project.core.data import ResumableLoader, numbers_of
+from project.guard import ReplicaGuard
+
+
+class Guard:
+    """Compares this rank with the others; with `--guard.every 0` it lets everything pass."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        config = self.config
+        if config.every:
+            self._guard = ReplicaGuard(
+                model, optimizer, every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True
+            )
+
+    def epoch(self, loader: ResumableLoader[Any], *, batches: int) -> Iterator[Any]:
+        """So many batches of a loader."""
+        if not self.config.every:
+            yield from islice(loader, batches)
+            return
+        this = self._guard.begin(loader)
+        for batch in islice(loader, batches):
+            self._guard.take(batch, this)
+            yield batch
+        self._guard.end(this)
+
+    def step(self) -> None:
+        if self.config.every:
+            self._guard.step()
+
+    def close(self) -> None:
+        if self.config.every:
+            self._guard.close()

@@ -1,0 +1,85 @@
+"""What the guard costs, on ranks without a GPU: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.guard_overhead`.
+
+Steps of ResNet-50 with the guard's hooks and calls, and without them, in turn, so that a change of the machine's load meets both.
+The guard's own time in the training thread is taken as well, since on a busy machine the two medians differ by chance alone.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import get_model
+
+from project.guard import ReplicaGuard
+
+ARCH, SIZE, PAIRS = os.environ.get("ARCH", "resnet50"), int(os.environ.get("SIZE", "32")), int(os.environ.get("PAIRS", "15"))
+BATCH, EVERY = 32, 100
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(get_model(ARCH))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+    guard = ReplicaGuard(ddp, optimizer, every=EVERY, quiet=True)
+    images, target = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(1000, (BATCH,))
+    spent = 0.0
+
+    def timed(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: object) -> None:
+            nonlocal spent
+            began = time.perf_counter()
+            call(*arguments)
+            spent += time.perf_counter() - began
+
+        return run
+
+    hooks = [hook for m in (ddp, ddp.module) for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    hooks += [hook for hook in optimizer._optimizer_step_pre_hooks.values() if type(hook).__name__ == "_Hook"]
+    calls = [timed(hook._call) for hook in hooks]
+    this = guard.begin([])
+
+    def step(watched: bool) -> float:
+        for hook, call in zip(hooks, calls, strict=True):
+            hook._call = call if watched else None
+        dist.barrier()
+        began = time.perf_counter()
+        if watched:
+            timed(guard.take)(None, this)
+        nn.functional.cross_entropy(ddp(images), target).backward()
+        optimizer.step()
+        if watched:
+            timed(guard.step)()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    for _ in range(3):  # the guard compares after the first two
+        step(True)
+    spent = 0.0
+    pairs = [(step(True), step(False)) for _ in range(PAIRS)]
+    watched, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
+    each = spent / PAIRS
+    checks = []
+    for _ in range(3):
+        guard._checked = ""  # it does not compare twice after the same step
+        began = time.perf_counter()
+        guard.check()
+        checks.append(time.perf_counter() - began)
+    check = statistics.median(checks)
+    if dist.get_rank() == 0:
+        share = (each + check / EVERY) / plain
+        print(f"{ARCH}, {SIZE} px, batch {BATCH} on each of {dist.get_world_size()} ranks, {PAIRS} pairs of steps")
+        print(f"step, median: {1000 * plain:.1f} ms without the guard, {1000 * watched:.1f} ms with it")
+        print(
+            f"guard, in the training thread: {1000 * each:.2f} ms a step, {1000 * check:.1f} ms a comparison: {100 * share:.2f} %"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

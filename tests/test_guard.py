@@ -1,0 +1,293 @@
+"""The guard in a plain torchrun script: each mistake, as a person would type it, is named; healthy runs are left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
+from tests.conftest import REPOSITORY, run_module
+from tests.guard_healthy import CASES
+from tests.run_ranks import free_port
+
+SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text()
+HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text()
+LOOP = "        for images, target in guard(loader):\n"
+STEP = "            guard.step()\n"
+WATCHED = "guard = ReplicaGuard(ddp_model, optimizer)"
+
+
+@dataclass(frozen=True)
+class Ran:
+    codes: list[int]
+    out: list[str]
+    seconds: float
+    left: list[int]
+    late: bool
+
+    def report(self) -> str:
+        """The one report: what the last lines of its rank say."""
+        assert not self.late, self.out
+        assert not self.left
+        assert any(code not in (0, -signal.SIGTERM) for code in self.codes), self.codes
+        reports = [text.split("ReplicaError: ")[-1] for text in self.out if "Fix:" in text or "Look at" in text]
+        assert len(reports) == 1, self.out
+        return reports[0]
+
+
+BACKWARD = "            loss.backward()\n"
+AT_9 = "            if rank == 1 and guard.steps == 9:\n                "  # its tenth step, in epoch 2
+
+# name -> what is typed instead of what
+MISTAKES = {
+    "set-epoch": [("        sampler.set_epoch(epoch)\n", "")],
+    "sampler": [("batch_size=BATCH, sampler=sampler", "batch_size=BATCH, shuffle=True"), ("sampler.set_epoch(epoch)", "pass")],
+    "other-seed": [("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(2 * epoch + rank)\n")],
+    "unwrapped": [("logits = ddp_model(images)", "logits = model(images)")],
+    "no-sync": [("logits = ddp_model(images)", "with ddp_model.no_sync():\n                logits = ddp_model(images)")],
+    "nudged": [(STEP, f"{AT_9}model.fc.weight.data[0, 0] += 1e-3\n{STEP}")],
+    "rate": [(STEP, f"            optimizer.param_groups[0]['lr'] = 0.05 / (1 + rank)\n{STEP}")],
+    "shorter": [("sampler=sampler)", "sampler=sampler if rank == 0 else list(sampler)[4:])")],
+    "left-early": [(LOOP, f"{LOOP}            if rank == 1 and guard.steps == 12:\n                break\n")],
+    "settings": [(WATCHED, "guard = ReplicaGuard(ddp_model, optimizer, settings={'lr': 0.1 * rank})")],
+    "classes": [("model = SmallNet()", "dataset.classes = ['cat', 'dog'][: 1 + rank]\n    model = SmallNet()")],
+    "skipped-step": [
+        ("    guard = ", "    bad = rank == 1\n    guard = "),
+        (LOOP, f"{LOOP}            if bad and guard.steps == 3:\n                bad = False\n                continue\n"),
+    ],
+    "skipped-collective": [
+        (WATCHED, WATCHED.replace(")", ", timeout_s=3)")),
+        (STEP, f"{STEP}            if not (rank == 1 and guard.steps == 9):\n                dist.all_reduce(loss.detach())\n"),
+    ],
+    "nan": [("logits = ddp", "images = images / (0 if rank == 1 and guard.steps == 9 else 1)\n            logits = ddp")],
+    "sleeps": [
+        (WATCHED, WATCHED.replace(")", ", timeout_s=2, folder=os.environ['REPORTS'])")),
+        (BACKWARD, f"{AT_9}time.sleep(60)\n{BACKWARD}"),
+        ("import os\n", "import os\nimport time\n"),
+    ],
+}
+STOPPED = [(WATCHED, WATCHED.replace(")", ", timeout_s=2)")), (BACKWARD, f"{AT_9}os.kill(os.getpid(), 19)\n{BACKWARD}")]
+
+
+def changed(changes: list[tuple[str, str]]) -> str:
+    text = SCRIPT
+    for typed, instead in changes:
+        assert text.count(typed) == 1, typed
+        text = text.replace(typed, instead)
+    return text
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
+    """All in one process that has imported torch once, and has a time limit."""
+    jobs = [{"ranks": 2, "timeout": 60, **job} for job in jobs]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.run_ranks", str(folder / "jobs.json"), str(folder / "out.json")]
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    try:
+        assert process.wait(timeout=240) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("guard")
+    environment = {"REPORTS": str(folder / "reports")}
+    jobs = [{"name": name, "text": changed(MISTAKES[name]), "env": environment} for name in MISTAKES]
+    results = run_jobs(folder, [{"name": "healthy", "text": SCRIPT}, *jobs])
+    results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text().replace("Look at", ""))
+    return results
+
+
+def test_a_healthy_run_is_one_line_per_epoch(ran: dict[str, Ran]) -> None:
+    assert ran["healthy"].codes == [0, 0]
+    lines = ran["healthy"].out[0].splitlines()
+    # 64 samples over 2 ranks in batches of 4 are 8 steps an epoch.
+    said = [f"guard  epoch {n}: 64 samples on 2 ranks, each once; weights equal at step {8 * n}" for n in (1, 2, 3)]
+    assert [line for line in lines if line.startswith("guard")] == said
+    assert ran["healthy"].out[1] == ""
+
+
+def test_B1_set_epoch_forgotten_is_named_at_the_second_epoch(ran: dict[str, Ran]) -> None:
+    report = ran["set-epoch"].report()
+    assert report.startswith("epoch 2 has the same order as the one before: its first samples are again ")
+    assert "found after step 8" in report
+    assert "set_epoch was not called" in report
+
+
+def test_B2_no_distributed_sampler_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+    report = ran["sampler"].report()
+    assert report.startswith("every rank draws from the whole data set: the loader has a RandomSampler")
+    assert "2 ranks x 16 batches of 4 are 128 samples an epoch, of 64" in report
+    assert "before step 1" in report
+
+
+def test_the_unwrapped_module_is_named_after_one_step(ran: dict[str, Ran]) -> None:
+    report = ran["unwrapped"].report()
+    assert report.startswith("weights differ between the ranks after step 1; they were equal before step 1")
+    assert "the module was called instead of its DDP wrapper" in report
+    assert "largest difference" in report
+
+
+def test_no_sync_is_named(ran: dict[str, Ran]) -> None:
+    assert "each of its forwards was under no_sync()" in ran["no-sync"].report()
+
+
+def test_F4_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ran]) -> None:
+    report = ran["nudged"].report()
+    assert report.startswith("weights differ between the ranks after step 16; they were equal after step 8")
+    assert "1 of 16 differ: fc.weight\n" in report
+    assert "largest difference: 0.001 in fc.weight" in report
+    assert "The gradients were averaged" in report
+
+
+def test_learning_rates_of_the_ranks_are_named(ran: dict[str, Ran]) -> None:
+    assert "The learning rates differ" in ran["rate"].report()
+
+
+def test_A1_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+    report = ran["shorter"].report()
+    assert report.startswith("the loaders of the ranks differ before step 1: batches")
+    assert [line.split()[:2] for line in report.splitlines()[2:4]] == [["0", "8"], ["1", "7"]]
+
+
+def test_A1_a_rank_that_leaves_the_epoch_is_named(ran: dict[str, Ran]) -> None:
+    assert ran["left-early"].report().startswith("rank 1 left the epoch after 5 batches")
+
+
+def test_A2_other_settings_are_named(ran: dict[str, Ran]) -> None:
+    assert ran["settings"].report().startswith("the settings of the ranks differ before step 1: lr")
+
+
+def test_a_skipped_step_is_named(ran: dict[str, Ran]) -> None:
+    assert ran["skipped-step"].report().startswith("rank 1 skipped a step: it made none with a batch that came before its step 4")
+
+
+def test_A4_a_skipped_collective_is_named(ran: dict[str, Ran]) -> None:
+    report = ran["skipped-collective"].report()
+    assert report.startswith("rank 1 skipped a collective before 'forward' of step 10: rank 0 still waits in one")
+    assert "gloo:all_reduce" in report
+
+
+def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]) -> None:
+    report = ran["nan"].report()
+    assert report.startswith("a gradient of step 10 is NaN or infinite, the first one (found after step 16)")
+    rows = [line.split() for line in report.splitlines()[2:4]]
+    assert rows[0][:2] == ["0", "finite"]
+    assert rows[1][:3] == ["1", "not", "finite"]
+    assert len(rows[0][2:]) == len(rows[1][3:]) == 4
+
+
+def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran: dict[str, Ran]) -> None:
+    report = ran["sleeps"].report()
+    assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
+    assert "time.sleep(60)" in report
+    assert "loss.backward()" in report
+    assert "main" in ran["sleeps"].out[-1]
+
+
+@pytest.mark.slow
+def test_A11_a_stopped_rank_is_named_silent(tmp_path: Path) -> None:
+    report = run_jobs(tmp_path, [{"name": "stopped", "text": changed(STOPPED)}])["stopped"].report()
+    assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
+    assert "rank 1: no answer" in report
+
+
+def test_B3_ranks_that_shuffle_differently_are_named(ran: dict[str, Ran]) -> None:
+    report = ran["other-seed"].report()
+    assert "see the same samples" in report or "used samples more than once" in report
+
+
+def test_A13_other_classes_are_named(ran: dict[str, Ran]) -> None:
+    assert ran["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
+
+
+def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(changed(MISTAKES["unwrapped"]))
+    arguments = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
+    finished = run_module("torch.distributed.run", *arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
+    assert finished.code == 1
+    assert finished.err.count("the module was called instead of its DDP wrapper") == 1
+    assert "ReplicaError: weights differ" in "\n".join(finished.err.splitlines()[-4:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_healthy_runs_are_left_alone(ranks: int, tmp_path: Path) -> None:
+    environment = {"SAME_BITS": "1"} if ranks == 2 else {}
+    job = {"name": "healthy", "text": HEALTHY, "ranks": ranks, "timeout": 150, "env": environment}
+    result = run_jobs(tmp_path, [job])["healthy"]
+    assert result.codes == [0] * ranks, result.out
+    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [f"fine: {name}" for name in CASES]
+    assert result.out[0].count("same bits") == (ranks == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_checksum_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None:
+    tensor = torch.arange(3000).remainder(2).to(dtype).reshape(3, 1000)
+    other, exchanged = tensor.clone(), tensor.clone()
+    other[2, 999] = 0
+    exchanged[0, 0], exchanged[0, 1] = tensor[0, 1], tensor[0, 0]
+    own, *different = checksums([tensor, other, exchanged]).tolist()
+    assert own not in different
+    assert checksums([tensor.clone(), torch.zeros(0)]).tolist() == [own, 0]
+
+
+@pytest.mark.slow
+def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
+    text = (REPOSITORY / "tests/guard_overhead.py").read_text()
+    ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
+    assert ran.codes == [0, 0]
+    assert "ms a comparison: " in ran.out[0]
+
+
+def end(**changes: object) -> dict[str, object]:
+    """What a rank says at the end of an epoch of 6 samples on two ranks."""
+    return {"epoch": 1, "batches": 2, "step": 2, "samples": 6, "share": 3, "spare": 0, "left": False, **changes}
+
+
+def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
+    twice = [torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])]
+    finding, _ = _compare_ends([end(), end()], twice, good_step=2)
+    assert finding is not None
+    assert (finding["kind"], finding["repeats"], finding["different"], finding["own"]) == ("repeats", 1, 5, [0, 0])
+    # Of 5 samples one must be repeated so that two ranks get 3 each.
+    filled = [end(samples=5, spare=1)] * 2
+    assert _compare_ends(filled, twice, good_step=2) == (
+        None,
+        "5 samples on 2 ranks, each once, 1 of them twice to fill up; weights equal at step 2",
+    )
+
+
+def test_A13_other_parameters_are_found() -> None:
+    facts = [{"settings": {}, "loader": {}, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
+    finding = _compare_starts(facts)
+    assert finding is not None
+    assert finding["names"] == ["fc.weight"]
+    assert _compare_starts([facts[0], facts[0]]) is None
+
+
+def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | None = None) -> dict[str, object]:
+    return {"step": step, "phase": phase, "idle": idle, "passes": {"1": [step, False, step, runs or [[1, 1, 2]]]}}
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    places = [state(4, "after forward", idle=11), state(5, "forward", idle=12)]
+    assert _deadlock(places, patience_s=10) == {"kind": "hang", "waited": 11}
+    assert _deadlock([places[0], places[0]], patience_s=10) is None  # for the same: perhaps the network is slow
+    assert _deadlock([places[0], state(5, "forward")], patience_s=10) is None  # one of them works
+
+
+def test_a_step_with_fewer_collectives_is_found_once_both_have_made_it() -> None:
+    ahead, behind = state(6, "forward", runs=[[1, 1, 2], [5, 1, 1]]), state(4, "forward")
+    assert _compare_places([ahead, behind]) is None
+    finding = _compare_places([ahead, state(5, "forward")])
+    assert finding == {"kind": "out-of-step", "at": 5, "values": [[1, 1], [1, 2]]}

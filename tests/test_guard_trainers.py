@@ -1,0 +1,96 @@
+"""The guard in our trainers changes no bit, and as a callback it works in anyone's Trainer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from project.core.config import GuardConfig
+from project.core.errors import UserError
+from project.lit.cli import ValidateCLI
+from project.lit.guard import ReplicaGuardCallback
+from tests.conftest import SMALL, run_module
+from tests.test_guard import run_jobs
+
+RUN = [
+    *(*SMALL, "--devices", "2", "--max_epochs", "2", "--data.num_workers", "1", "--trainer.limit_train_batches", "3"),
+    *("--trainer.limit_val_batches", "1"),
+]
+
+CALLBACK = """
+import os
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from project.lit.guard import ReplicaGuardCallback
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, _):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if NUDGED and self.global_rank == 1 and self.global_step == 3:
+            self.layer.weight.data[0, 0] += 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)), torch.arange(32))
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+callback = ReplicaGuardCallback(every=2, indices=lambda batch: batch[2])
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[callback], **quiet)
+trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True, num_workers=0))
+"""
+
+
+def end_of(module: str, folder: Path, *more: str) -> dict[str, Any]:
+    finished = run_module(module, *RUN, "--trainer.default_root_dir", folder, *more)
+    assert finished.code == 0, finished.err
+    [checkpoint] = folder.glob("runs/*/checkpoints/last.ckpt")
+    return torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
+def test_the_guard_changes_no_bit(module: str, tmp_path: Path) -> None:
+    with_guard = end_of(module, tmp_path / "with", "--guard.every", "1")
+    without = end_of(module, tmp_path / "without", "--guard.every", "0")
+    assert len(with_guard) > 100
+    torch.testing.assert_close(with_guard, without, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_callback_in_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    jobs = [
+        {"name": name, "text": f"NUDGED = {name == 'nudged'}\n{CALLBACK}", "env": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}}
+        for name in ("healthy", "nudged")
+    ]
+    ran = run_jobs(tmp_path, jobs)
+    assert ran["healthy"].codes == [0, 0], json.dumps(ran["healthy"].out)
+    # 32 samples over 2 ranks in batches of 4 are 4 steps an epoch.
+    lines = [line for line in ran["healthy"].out[0].splitlines() if line.startswith("guard")]
+    assert lines == [f"guard  epoch {n}: 32 samples on 2 ranks, each once; weights equal at step {4 * n}" for n in (1, 2)]
+    assert "1 of 2 differ: layer.weight" in ran["nudged"].report()
+
+
+def test_what_the_guard_cannot_do_is_refused() -> None:
+    with pytest.raises(UserError, match="--guard.every is -1: give a number of steps, or 0 for no guard"):
+        GuardConfig(every=-1)
+    with pytest.raises(UserError, match="--guard.timeout is 0"):
+        GuardConfig(timeout=0)
+
+
+def test_validate_accepts_the_config_of_a_run(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("guard:\n  every: 5\ntrainer:\n  accelerator: cpu\n  devices: 1\n")
+    cli = ValidateCLI(["--config", str(config)])
+    assert not any(isinstance(callback, ReplicaGuardCallback) for callback in cli.trainer.callbacks)
