@@ -97,12 +97,22 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
     return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
 
 
+LATER = {"no-sync", "rate", "left-early", "settings", "sleeps", "other-seed", "classes"}  # by slow tests, to spare time
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("guard")
+    jobs = [{"name": name, "text": changed(MISTAKES[name])} for name in MISTAKES if name not in LATER]
+    return run_jobs(folder, [{"name": "healthy", "text": SCRIPT}, *jobs])
+
+
+@pytest.fixture(scope="module")
+def ran_later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("guard")
     environment = {"REPORTS": str(folder / "reports")}
-    jobs = [{"name": name, "text": changed(MISTAKES[name]), "env": environment} for name in MISTAKES]
-    results = run_jobs(folder, [{"name": "healthy", "text": SCRIPT}, *jobs])
+    jobs = [{"name": name, "text": changed(MISTAKES[name]), "env": environment} for name in sorted(LATER)]
+    results = run_jobs(folder, jobs)
     results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text().replace("Look at", ""))
     return results
 
@@ -137,8 +147,9 @@ def test_the_unwrapped_module_is_named_after_one_step(ran: dict[str, Ran]) -> No
     assert "largest difference" in report
 
 
-def test_no_sync_is_named(ran: dict[str, Ran]) -> None:
-    assert "each of its forwards was under no_sync()" in ran["no-sync"].report()
+@pytest.mark.slow
+def test_no_sync_is_named(ran_later: dict[str, Ran]) -> None:
+    assert "each of its forwards was under no_sync()" in ran_later["no-sync"].report()
 
 
 def test_F4_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ran]) -> None:
@@ -149,8 +160,9 @@ def test_F4_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ra
     assert "The gradients were averaged" in report
 
 
-def test_learning_rates_of_the_ranks_are_named(ran: dict[str, Ran]) -> None:
-    assert "The learning rates differ" in ran["rate"].report()
+@pytest.mark.slow
+def test_learning_rates_of_the_ranks_are_named(ran_later: dict[str, Ran]) -> None:
+    assert "The learning rates differ" in ran_later["rate"].report()
 
 
 def test_A1_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
@@ -159,12 +171,14 @@ def test_A1_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran])
     assert [line.split()[:2] for line in report.splitlines()[2:4]] == [["0", "8"], ["1", "7"]]
 
 
-def test_A1_a_rank_that_leaves_the_epoch_is_named(ran: dict[str, Ran]) -> None:
-    assert ran["left-early"].report().startswith("rank 1 left the epoch after 5 batches")
+@pytest.mark.slow
+def test_A1_a_rank_that_leaves_the_epoch_is_named(ran_later: dict[str, Ran]) -> None:
+    assert ran_later["left-early"].report().startswith("rank 1 left the epoch after 5 batches")
 
 
-def test_A2_other_settings_are_named(ran: dict[str, Ran]) -> None:
-    assert ran["settings"].report().startswith("the settings of the ranks differ before step 1: lr")
+@pytest.mark.slow
+def test_A2_other_settings_are_named(ran_later: dict[str, Ran]) -> None:
+    assert ran_later["settings"].report().startswith("the settings of the ranks differ before step 1: lr")
 
 
 def test_a_skipped_step_is_named(ran: dict[str, Ran]) -> None:
@@ -186,12 +200,13 @@ def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]
     assert len(rows[0][2:]) == len(rows[1][3:]) == 4
 
 
-def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran: dict[str, Ran]) -> None:
-    report = ran["sleeps"].report()
+@pytest.mark.slow
+def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["sleeps"].report()
     assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
     assert "time.sleep(60)" in report
     assert "loss.backward()" in report
-    assert "main" in ran["sleeps"].out[-1]
+    assert "main" in ran_later["sleeps"].out[-1]
 
 
 @pytest.mark.slow
@@ -201,13 +216,15 @@ def test_A11_a_stopped_rank_is_named_silent(tmp_path: Path) -> None:
     assert "rank 1: no answer" in report
 
 
-def test_B3_ranks_that_shuffle_differently_are_named(ran: dict[str, Ran]) -> None:
-    report = ran["other-seed"].report()
+@pytest.mark.slow
+def test_B3_ranks_that_shuffle_differently_are_named(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["other-seed"].report()
     assert "see the same samples" in report or "used samples more than once" in report
 
 
-def test_A13_other_classes_are_named(ran: dict[str, Ran]) -> None:
-    assert ran["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
+@pytest.mark.slow
+def test_A13_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
+    assert ran_later["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
 
 
 def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSam
 _POLL_S = 0.2  # of the thread
 _ANSWER_S = 3.0  # for the other ranks, to say what they know
 _RAISE_S = 4.0  # for the training thread, to raise by itself
+_PRINT_S = 1.0  # from raising a report to its being printed
 _CHUNK = 4 << 20  # bytes of one message: TCPStore takes 8 MB
 _SURE_S = 10.0  # all ranks stand still at different places: they wait for each other
 _WAITS = "waits for the other ranks"
@@ -763,11 +764,23 @@ class ReplicaGuard:
         if self._verdict is None:
             return
         self._told.set()
-        if not self._speaks:
-            time.sleep(_ANSWER_S)  # a launcher ends all ranks when the first has ended: let that be the one with the report
+        if self._speaks:
+            self._reported(self._verdict)
         else:
-            _tell_torchrun(self._verdict.splitlines()[0])
+            self._wait_for_report()
         raise ReplicaError(self._verdict)
+
+    def _reported(self, verdict: str) -> None:
+        """This rank's report is out, or is about to be raised."""
+        _tell_torchrun(verdict.splitlines()[0])
+        self._reach(self._store.set, "reported", "")
+
+    def _wait_for_report(self) -> None:
+        """A launcher ends all ranks when the first has ended: let that be the one with the report, or come after it."""
+        deadline = time.monotonic() + 2 * (_RAISE_S + _ANSWER_S)
+        while self._failed is None and time.monotonic() < deadline and not self._reach(self._store.check, ["reported"]):
+            time.sleep(0.05)
+        time.sleep(_PRINT_S)
 
     # The guard's own thread
 
@@ -889,7 +902,7 @@ class ReplicaGuard:
             # The training thread stands in something that will not end.
             _say(verdict)
             if speaks:
-                _tell_torchrun(verdict.splitlines()[0])
+                self._reported(verdict)
             os._exit(1)
         self._closed.set()
 
