@@ -14,7 +14,8 @@ rank = int(os.environ["RANK"])
 
 def main() -> int:
     behaviour = sys.argv[1]
-    print(rank, os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"], os.environ["OMP_NUM_THREADS"], flush=True)
+    seen = [str(rank), *(os.environ[name] for name in ("WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"))]
+    os.write(1, f"{' '.join(seen)}\n".encode())  # at once: the ranks share a stream
     if behaviour == "fail-on-1":
         if rank == 1:
             raise BadImageError("cannot read the image x.jpg")

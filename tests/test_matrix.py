@@ -71,7 +71,8 @@ def test_the_rows_cover_every_axis(parsed: dict[str, tuple[Settings, BatchPlan]]
     assert values(lambda s: s.trainer.num_sanity_val_steps) == {0, 2}
     assert values(lambda s: s.trainer.limit_train_batches) == {None, 2, 0.9}
     assert values(lambda s: s.model.arch) == {"resnet18", "resnet50"}
-    assert values(lambda s: s.data.train_size) == {32}
+    assert values(lambda s: s.model.optimizer) == {"sgd", "adamw"}
+    assert values(lambda s: bool(s.data.mixup_alpha)) == values(lambda s: s.model.ema_decay is None) == {False, True}
 
 
 def test_the_rows_are_what_they_are_there_for(parsed: dict[str, tuple[Settings, BatchPlan]]) -> None:

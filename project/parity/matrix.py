@@ -114,6 +114,7 @@ MATRIX = (
 )
 
 ALL = "all"
+_NAME = 41  # columns
 EQUIVALENT, DIFFERS, CANNOT_TELL = "equivalent", "DIFFERS", "CANNOT TELL"
 
 
@@ -220,13 +221,17 @@ def exit_code(results: Sequence[Result]) -> int:
 def lines(result: Result) -> Iterator[str]:
     """For a terminal of 80 columns."""
     ranks, steps, compared = (f"{number:,}" if number else "" for number in (result.ranks, result.steps, result.compared))
-    yield _cells(result.name, ranks, steps, compared, result.result, f"{result.seconds:.0f}")
+    name = result.name
+    if len(name) > _NAME:
+        yield name
+        name = ""
+    yield _cells(name, ranks, steps, compared, result.result, f"{result.seconds:.0f}")
     for line in result.where:
         yield from (f"  {part}" for part in wrap(line, width=76))
 
 
 def _cells(name: str, ranks: str, steps: str, compared: str, result: str, seconds: str) -> str:
-    return f"{name:<42}{ranks:>5}{steps:>6}{compared:>9}  {result:<11}{seconds:>5}"
+    return f"{name:<{_NAME + 1}}{ranks:>5}{steps:>6}{compared:>9}  {result:<11}{seconds:>5}"
 
 
 def summary(results: Sequence[Result]) -> str:
