@@ -6,6 +6,9 @@ python -m project.compare --inject FAULT    break one thing in the raw run, whic
 python -m project.compare --inject all      each of them; exit code 0 if each was found where it is
 python -m project.compare --matrix [ROW]    each configuration in which both must be equivalent, or this one
 
+python -m project.compare --matrix          many configurations, one after the other
+python -m project.compare --noise           where a device does not repeat its own bits: against measured noise
+
 Exit code 0: equivalent; 1: not; 2: could not tell.
 """
 
@@ -37,18 +40,28 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--inject", metavar="FAULT", help="Break this in the raw run, or, with `all`, one thing after the other.")
     parser.add_argument("--matrix", nargs="?", const="all", metavar="ROW", help="Compare in many configurations, or in this one.")
     parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
+    parser.add_argument(
+        "--noise", action="store_true", help="Run the raw trainer twice, and let both differ by what its own runs differ."
+    )
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)
     if own.runs and others:
         raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
-    modes = [f"--{name}" for name in ("runs", "inject", "matrix") if getattr(own, name) is not None]
+    modes = [f"--{name}" for name in ("runs", "inject", "matrix", "noise") if getattr(own, name) not in (None, False)]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} ask for different things: give one of them.")
     return own, others
 
 
 def main() -> int:
-    from project.parity.comparison import Request, compare_folders, compare_trainers, default_arguments, new_folder
+    from project.parity.comparison import (
+        Request,
+        compare_folders,
+        compare_or_measure,
+        compare_trainers,
+        default_arguments,
+        new_folder,
+    )
     from project.parity.report import write_report
     from project.parity.verdict import lines
 
@@ -73,7 +86,7 @@ def main() -> int:
     else:
         arguments, note = default_arguments(others)
         print(note, flush=True)
-        outcome = compare_trainers(Request(out, arguments, own.timeout, keep=own.keep))
+        outcome = compare_or_measure(Request(out, arguments, own.timeout, keep=own.keep, noise=own.noise))
     print("\n".join(lines(outcome, str(write_report(outcome, out)))), flush=True)
     return 0 if outcome.equivalent else 1
 

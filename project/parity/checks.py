@@ -1,18 +1,20 @@
-"""Two recorded runs in, findings out. Equality, not tolerance; an empty or broken record is never equal."""
+"""Two recorded runs in, findings out. Equality, unless noise was measured; an empty or broken record is never equal."""
 
+from project.parity.noise import Noise
 from project.parity.pairs import PAIRS, check_same, compare_pair
 from project.parity.promises import check_finite, check_ranks_equal, check_samples, check_validation, check_windows
 from project.parity.reduction import check_reduction
 from project.parity.run import PHASES, CannotTell, Finding, Run, broken
 
 
-def compare_runs(a: Run, b: Run, *, alike: bool = True) -> list[Finding]:
+def compare_runs(a: Run, b: Run, *, alike: bool = True, noise: Noise | None = None) -> list[Finding]:
     """All checks of two complete records.
 
     Args:
         a: One run.
         b: The other.
         alike: Both must have had the same environment and settings; else a difference there is noted only.
+        noise: Of a device that does not repeat its own bits; None asks for equality.
 
     Raises:
         CannotTell: a record is empty or broken, or they cannot be laid side by side.
@@ -25,7 +27,7 @@ def compare_runs(a: Run, b: Run, *, alike: bool = True) -> list[Finding]:
         raise CannotTell(f"{a.name} has {a.world_size} ranks, {b.name} has {b.world_size}: there is nothing to lay side by side.")
     findings = [check_same("environment", a, b, key="environment", alike=alike)]
     findings += [check_same("settings", a, b, key="settings", alike=alike)]
-    findings += [compare_pair(pair, a, b) for pair in PAIRS if pair.kind == "step" or _any(a, b, pair.kind)]
+    findings += [compare_pair(pair, a, b, noise) for pair in PAIRS if pair.kind == "step" or _any(a, b, pair.kind)]
     for side, run in (("a", a), ("b", b)):
         findings += [check_windows(run, side), *check_samples(run, side), check_finite(run, side), *check_reduction(run, side)]
         findings += check_ranks_equal(run, side) if run.world_size > 1 else []

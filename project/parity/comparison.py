@@ -13,10 +13,12 @@ from project.core.arguments import flag_value
 from project.core.errors import UserError
 from project.core.record import TENSORS, UNTIL, tensor_file
 from project.parity.checks import compare_runs, first_difference
+from project.parity.noise import LIMIT, Noise, measure_noise
 from project.parity.run import CannotTell, Finding, Run, load_run
 from project.parity.sizes import Size, measure_checkpoints, measure_step, repeats
 from project.parity.trainers import LIGHTNING, RAW, Trained, start, train
 
+_REFUSED = "does not have a deterministic implementation"  # torch's words
 EPOCHS, BATCHES = 2, 6  # of the default: with the recording of every step, within four minutes on two cores
 
 
@@ -31,6 +33,7 @@ class Request:
         raw: How the raw trainer is started; something else breaks it on purpose.
         keep: Leave checkpoints and tensors of an equivalent comparison where they are.
         measures: Repeat the runs where they differ, to state by how much.
+        noise: Run the raw trainer twice, and take what differs between these two for noise.
         quiet: Print nothing of what is being run.
     """
 
@@ -40,6 +43,7 @@ class Request:
     raw: tuple[str, ...] = RAW
     keep: bool = False
     measures: bool = True
+    noise: bool = False
     quiet: bool = False
 
 
@@ -53,6 +57,7 @@ class Stage:
         first: Where they begin to differ; None where they are equal.
         sizes: Of the tensors at the first difference, where they were measured.
         remark: What measuring showed besides.
+        noise: The floor that was measured; None where equality was asked.
     """
 
     title: str
@@ -62,6 +67,7 @@ class Stage:
     seconds: tuple[float, float] | None = None
     sizes: list[Size] = field(default_factory=list)
     remark: str = ""
+    noise: Noise | None = None
 
     @property
     def first(self) -> Finding | None:
@@ -157,7 +163,9 @@ def compare_trainers(request: Request) -> Outcome:
     stages = [stage]
     left_out: tuple[str, ...] = ()
     if stage.first is None:
-        if lit.checkpoint is None or raw.checkpoint is None:
+        if any(finding.within_noise for finding in stage.findings):
+            left_out = ("resuming from each other's checkpoint: these differ by noise",)
+        elif lit.checkpoint is None or raw.checkpoint is None:
             left_out = ("resuming from each other's checkpoint: none was written",)
         else:
             more = _one_more_epoch(raw.run)
@@ -170,6 +178,21 @@ def compare_trainers(request: Request) -> Outcome:
     if outcome.equivalent and not request.keep:
         remove_large(request.out)
     return outcome
+
+
+def compare_or_measure(request: Request) -> Outcome:
+    """As compare_trainers; where a GPU refuses deterministic algorithms, once more without them, against measured noise."""
+    try:
+        return compare_trainers(request)
+    except CannotTell as error:
+        if request.noise or not on_gpu(request.arguments) or _REFUSED not in str(error):
+            raise
+        print(
+            f"{str(error).splitlines()[-1]}\nOnce more without deterministic algorithms, and with the raw trainer twice.",
+            flush=True,
+        )
+        arguments = (*request.arguments, "--trainer.deterministic", "false")
+        return compare_trainers(replace(request, out=request.out / "noise", arguments=arguments, noise=True))
 
 
 def _one_more_epoch(run: Run) -> list[str]:
@@ -195,9 +218,19 @@ def _run_both(
         with _progress(f"{names[k]}, {title}", quiet=request.quiet):
             folder = request.out / folders[k]
             trained.append(train(commands[k], full[k], folder, name=names[k], timeout=request.timeout, **env))
+    a, b = (each.run for each in trained)
+    noise = None
+    if request.noise:
+        with _progress(f"{names[1]} again, for its noise", quiet=request.quiet):
+            again = request.out / f"{folders[1]}-again"
+            noise = measure_noise(b, train(commands[1], full[1], again, name=names[1], timeout=request.timeout, **env).run)
+        if not noise.steps:
+            raise CannotTell(
+                f"The raw trainer does not repeat its own first step: noise is {LIMIT:g} or more. Nothing can be judged."
+            )
     with _progress("compared", quiet=request.quiet):
-        a, b = (each.run for each in trained)
-        stage = Stage(title, a, b, compare_runs(a, b), (trained[0].seconds, trained[1].seconds))
+        findings = compare_runs(a, b, noise=noise)
+        stage = Stage(title, a, b, findings, (trained[0].seconds, trained[1].seconds), noise=noise)
     if stage.first is not None and request.measures:
         stage = _measured(request, stage, trained, full, env)
     return stage, trained[0], trained[1]

@@ -13,6 +13,7 @@ from project.parity.differences import (
     tensors_difference,
     value_difference,
 )
+from project.parity.noise import UNSIZED, Noise
 from project.parity.run import Event, Finding, Run
 
 Part = Callable[[Event], Any]
@@ -103,17 +104,27 @@ def _count(part: Any) -> int:
     return len(part) if isinstance(part, dict) and "hash" not in part else 1
 
 
-def compare_pair(pair: Pair, a: Run, b: Run) -> Finding:
-    """One check over all ranks and events; the first difference in time counts."""
-    compared, happened = 0, 0
+def compare_pair(pair: Pair, a: Run, b: Run, noise: Noise | None = None) -> Finding:
+    """One check over all ranks and events; the first difference in time counts.
+
+    With a floor of noise a difference within it is none, and what comes later than the floor reaches is left out.
+    """
+    if noise is not None and noise.exists and pair.name in UNSIZED:
+        return Finding(pair.name, False, pair.phase, 0, "not judged: recorded as a hash, which noise changes", noted=True)
+    compared, happened, explained, late = 0, 0, 0, False
     first: Finding | None = None
     for rank in sorted(a.ranks):
         ours, theirs = list(a.timed(rank, pair.kind)), list(b.timed(rank, pair.kind))
         for (time, one), (_, other) in zip(ours, theirs, strict=False):
+            if noise is not None and time >= noise.until:
+                late = True
+                break
             part = pair.part(one)
             happened += 1
             compared += _count(part)
             how = pair.differ(part, pair.part(other))
+            if how is not None and noise is not None and noise.explains(pair.name, time, part, pair.part(other)):
+                how, explained = None, explained + 1
             if how is None and not part and not pair.may_be_empty:
                 how = "is empty in both"
             if how is not None:
@@ -126,8 +137,12 @@ def compare_pair(pair: Pair, a: Run, b: Run) -> Finding:
                 first = _earlier(first, Finding(pair.name, False, pair.phase, compared, how, _step(time), rank, time=time))
     if first is not None:
         return first
+    if late and not happened:
+        return Finding(pair.name, False, pair.phase, 0, "not judged: all of it comes when noise has grown too large", noted=True)
     passed = happened > 0 if pair.may_be_empty else compared > 0
-    return Finding(pair.name, passed, pair.phase, compared, _said(pair, a, happened) if compared else "neither run has any")
+    said = _said(pair, a, happened) if compared else "neither run has any"
+    said += f"; in {explained} of {happened} within noise" if explained else ""
+    return Finding(pair.name, passed, pair.phase, compared, said, within_noise=explained > 0)
 
 
 def _said(pair: Pair, run: Run, happened: int) -> str:

@@ -60,6 +60,7 @@ class Finding:
         side: "a", "b" where one run breaks its own promise; "" where two runs differ.
         time: Of the first difference, in steps, with fractions for what comes after a step; see `Run.timed`.
         noted: It is worth knowing, and no part of the verdict.
+        within_noise: It passed, and not to the bit.
     """
 
     check: str
@@ -72,6 +73,7 @@ class Finding:
     side: str = ""
     time: float = BEFORE
     noted: bool = False
+    within_noise: bool = False
 
     @property
     def failed(self) -> bool:

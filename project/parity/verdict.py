@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from project.parity.comparison import Outcome, Stage
+from project.parity.noise import FACTOR, LIMIT, Noise
 from project.parity.reduction import EXACTLY
 from project.parity.run import Finding
 from project.parity.sizes import Size
@@ -68,7 +69,7 @@ class Row:
     """A line of the table of checks; the same check within either run is one line.
 
     Attributes:
-        result: equal, holds, DIFFERS, BROKEN, or noted.
+        result: equal, in noise, holds, DIFFERS, BROKEN, or noted.
     """
 
     check: str
@@ -82,7 +83,7 @@ def rows(stage: Stage) -> list[Row]:
     found: list[Row] = []
     between = [finding for finding in stage.findings if not finding.side]
     for finding in between:
-        word = "noted" if finding.noted else "equal" if finding.passed else "DIFFERS"
+        word = "noted" if finding.noted else "DIFFERS" if not finding.passed else "in noise" if finding.within_noise else "equal"
         found.append(Row(finding.check, word, finding.compared, _where(stage, finding), finding.failed))
     for check in dict.fromkeys(finding.check for finding in stage.findings if finding.side):
         both = [finding for finding in stage.findings if finding.side and finding.check == check]
@@ -128,11 +129,20 @@ def _where(stage: Stage, finding: Finding) -> str:
 def headline(outcome: Outcome) -> str:
     stage = outcome.differing
     if stage is None:
-        return "Equivalent, bit for bit"
+        noisy = noise_of(outcome)
+        if noisy is None:
+            return "Equivalent, bit for bit"
+        return f"Equal within noise, in {noisy.steps} of {outcome.stages[0].a.steps} steps"
     first = stage.first
     assert first is not None
     at = "" if first.step is None else f" from step {first.step}" if math.isfinite(first.time) else ""
     return f"Not equivalent{at}: {first.phase}"
+
+
+def noise_of(outcome: Outcome) -> Noise | None:
+    """The floor, where something was within it and not equal."""
+    noisy = any(finding.within_noise for stage in outcome.stages for finding in stage.findings)
+    return outcome.stages[0].noise if noisy else None
 
 
 def shown(outcome: Outcome) -> str:
@@ -146,6 +156,14 @@ def shown(outcome: Outcome) -> str:
     what = f"{settings['model']['arch']}, {' '.join(parts)}, {where} ({device}), {settings['precision']}."
     if not outcome.equivalent:
         return what
+    noise = noise_of(outcome)
+    if noise is not None:
+        return (
+            f"{what} The raw trainer does not repeat its own bits, so this is no equality: run twice, it differs from itself by "
+            f"up to {noise.largest:.2g} of a tensor's norm in the {noise.steps} steps that are judged, which end where that "
+            f"reaches {LIMIT:g}. There the two trainers differ by at most {FACTOR:g} times as much. Samples, order and rates are "
+            "equal."
+        )
     return (
         f"{what} Samples, images, losses, local and reduced gradients, rates, weights, optimizer state and buffers are equal "
         f"to the bit at every step on every rank{_and_files(stage)}. "
@@ -172,6 +190,10 @@ def not_shown(outcome: Outcome) -> list[str]:
         limits.append("Anything on GPUs and NCCL, which was not run.")
     if run.settings["limit_train_batches"] != 1.0:
         limits.append(f"Whole epochs: --trainer.limit_train_batches was {run.settings['limit_train_batches']}.")
+    if noise_of(outcome) is not None:
+        limits.append(
+            "Equality: what is smaller than the noise of this device is not seen. Optimizer state and checkpoints are not judged."
+        )
     for kind in ("validation", "checkpoint"):
         if not run.events(0, kind):
             limits.append(f"The {kind}: there was none.")
