@@ -5,8 +5,6 @@ python -m project.compare --runs A B        two runs that were recorded with --r
 python -m project.compare --inject FAULT    break one thing in the raw run, which must come out as not equivalent
 python -m project.compare --inject all      each of them; exit code 0 if each was found where it is
 python -m project.compare --matrix [ROW]    each configuration in which both must be equivalent, or this one
-
-python -m project.compare --matrix          many configurations, one after the other
 python -m project.compare --noise           where a device does not repeat its own bits: against measured noise
 
 Exit code 0: equivalent; 1: not; 2: could not tell.
