@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from project.core.errors import UserError
-from project.core.launch import run_command
+from project.core.launch import report_failure, run_command
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +43,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)
+    if not 0 < own.timeout < float("inf"):
+        raise UserError(f"--timeout {own.timeout:g}: give a number of seconds above 0.")
+    for flag in others:
+        if flag.partition("=")[0] in ("--print_config", "--trainer.fast_dev_run"):
+            raise UserError(f"{flag}: a comparison needs whole, recorded trainings. Leave it out.")
     if own.runs and others:
         raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
     modes = [f"--{name}" for name in ("runs", "inject", "matrix", "noise") if getattr(own, name) not in (None, False)]
@@ -52,6 +57,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # by an exception, so that a running trainer is ended, too
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
+    own, others = parse(sys.argv[1:])
     from project.parity.comparison import (
         Request,
         compare_folders,
@@ -63,11 +72,12 @@ def main() -> int:
     from project.parity.report import write_report
     from project.parity.verdict import lines
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # by an exception, so that a running trainer is ended, too
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
-    own, others = parse(sys.argv[1:])
     out = new_folder(own.out)
-    if own.matrix:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made: {error.strerror}. Name another folder.") from error
+    if own.matrix is not None:
         from project.parity.matrix import choose, run_matrix
 
         return run_matrix(choose(own.matrix), out, others, timeout=own.timeout, keep=own.keep)
@@ -75,7 +85,7 @@ def main() -> int:
         from project.parity.injection import inject
 
         return inject(["all"], out, others, timeout=own.timeout)
-    if own.inject:
+    if own.inject is not None:
         from project.parity.injection import broken_request
 
         outcome = compare_trainers(broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
@@ -89,5 +99,14 @@ def main() -> int:
     return 0 if outcome.equivalent else 1
 
 
+def judged() -> int:
+    """1 is a verdict: whatever else goes wrong ends with 2."""
+    try:
+        return main()
+    except Exception as error:
+        report_failure(error)
+        return 2
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(judged)

@@ -194,6 +194,9 @@ def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_p
     exported = torch.load(tmp_path / "w.pt", weights_only=True)
     torchvision.models.resnet18(num_classes=10).load_state_dict(exported, strict=True)
     assert all(torch.equal(value, average[name]) for name, value in exported.items())
+    again = [*QUICK, "--max_epochs", "2", "--ckpt_path", str(saved), "--model.warmup_epochs", "0"]
+    with pytest.raises(UserError, match="holds a moving average, which this run would drop: give --model.ema_decay 0.5"):
+        run.fit(again)
     with pytest.raises(UserError, match=r"--ema: .*last\.ckpt holds no average"):
         load_trained(ckpt_path=str(checkpoint), weights=None, ema=True)
     with pytest.raises(UserError, match="--ema takes the average from a checkpoint"):

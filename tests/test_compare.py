@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from project.compare import parse
+from project.compare import judged, parse
 from project.core.errors import UserError
 from project.parity.comparison import Outcome, Request, Stage, compare_folders, compare_trainers, default_arguments, new_folder
 from project.parity.report import write_report
@@ -88,6 +89,38 @@ def test_trainers_inherit_nothing_of_another_launch(monkeypatch: pytest.MonkeyPa
     assert (found["MORE"], found["OMP_NUM_THREADS"]) == ("1", "3")
     assert "7" not in found.values()
     assert "LOCKSTEP_RECORD_UNTIL" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--timeout", "0"], "--timeout 0: give a number of seconds above 0"),
+        (["--timeout", "nan"], "--timeout nan: give"),
+        (["--print_config"], "--print_config: a comparison needs whole"),
+        (["--matrix", "1-rank", "--noise"], "--matrix and --noise ask for different things"),
+    ],
+)
+def test_flags_that_make_no_comparison_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--matrix", ""], ["--inject", ""], ["--out", "file/x"], ["--runs", "a", "b"]])
+def test_what_is_no_verdict_ends_with_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 is kept for "not equivalent": not for an empty shell variable, a bad place, or a record that is no record."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    (tmp_path / "file").touch()
+    for name in ("a", "b"):
+        write_ranks(make_ranks(), tmp_path / name)
+    (tmp_path / "b" / "rank-1.jsonl").write_text("[1, 2]\n")
+    monkeypatch.setattr("sys.argv", ["compare", *arguments])
+    assert judged() == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
 
 
 # The report

@@ -149,9 +149,9 @@ def test_torchvisions_average() -> None:
 
 
 def test_the_average_is_the_formula() -> None:
-    """decay 0.75, every second step, warm-up of one: after step 1 a copy, after 3 and 5 a quarter of the new."""
+    """decay 0.75, every second step, no warm-up: after step 1 a copy, after 3 and 5 a quarter of the new."""
     network = nn.BatchNorm1d(1)
-    average = EMA(network, decay=0.75, every=2, warmup_steps=1)
+    average = EMA(network, decay=0.75, every=2, warmup_steps=0)
     seen = []
     for step in range(1, 7):
         with torch.no_grad():
@@ -172,11 +172,11 @@ def test_until_warmup_ends_the_average_is_a_copy() -> None:
     network = nn.Linear(1, 1, bias=False)
     average = EMA(network, decay=0.5, every=1, warmup_steps=3)
     seen = []
-    for step in range(1, 5):
+    for step in range(1, 6):
         nn.init.constant_(network.weight, step)
         average.update(network, step=step)
         seen.append(average.model.weight.item())
-    assert seen == [1.0, 2.0, 3.0, 3.5]
+    assert seen == [1.0, 2.0, 3.0, 4.0, 4.5]  # the first after warm-up copies as well, as in torchvision's train.py
 
 
 # Mixing
@@ -263,6 +263,8 @@ def test_the_table_before_the_first_step() -> None:
     assert "176 px, crops of 8 to 100 % of the area, flip 0.5, TrivialAugmentWide, erasing 0.1, mixup 0.2, cutmix 1" in text
     assert "EMA 0.998908 every 32 steps" in text
     assert max(map(len, lines)) < 80
+    short = DataConfig(start_size=32, train_size=64, size_multiple=16)  # ended by max_steps within the second epoch
+    assert "32 px from epoch 1, 64 px from epoch 2" in recipe_lines(ModelConfig(), short, num_classes=10, epochs=4 / 3)[2]
     model, data, _ = recipe("imagenet_resnet50_fast")
     text = " ".join(recipe_lines(model, data, num_classes=1000, epochs=32))
     assert "160 px from epoch 1, 192 px from epoch 25" in text

@@ -64,6 +64,11 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
             "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook",
             ["--trainer.strategy.ddp_comm_hook", "needs GPUs"],
         ),
+        (
+            "--trainer.strategy DDPStrategy --trainer.strategy.static_graph true --trainer.accumulate_grad_batches 2",
+            ["--trainer.strategy.static_graph true", "--trainer.accumulate_grad_batches 2"],
+        ),
+        ("--max_epochs 1 --model.schedule constant --model.warmup_epochs 2", ["--model.warmup_epochs 2", "the training has 22"]),
         ("--accelerator gpu", ["--accelerator gpu", "--accelerator cpu"]),
         ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
         ("--devices 0", ["devices"]),

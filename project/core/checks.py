@@ -39,6 +39,11 @@ def check_devices(config: Any) -> None:
         name, given = str(strategy.get("class_path", strategy)), strategy.get("init_args") or {}
     if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
         raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
+    if str(given.get("static_graph")).lower() == "true" and config.accumulate_grad_batches > 1:
+        raise UserError(
+            f"--trainer.strategy.static_graph true and --trainer.accumulate_grad_batches {config.accumulate_grad_batches}: "
+            "torch's DDP cannot begin a static graph\ninside no_sync, which accumulation needs. Leave one of them out."
+        )
     if given.get("ddp_comm_hook") and not on_cuda:
         raise UserError(
             f"--trainer.strategy.ddp_comm_hook {given['ddp_comm_hook']} needs GPUs: Lightning registers no hook on a CPU. "
@@ -102,6 +107,11 @@ def check_resume(path: str, plan: BatchPlan, splits: Splits, config: ModelConfig
         raise UserError(
             f"{flag} holds the state of {record['model']['optimizer']}: give --model.optimizer {record['model']['optimizer']}, "
             "or start a new training from it with --model.weights."
+        )
+    if record.get("ema") and config.ema_decay is None:
+        raise UserError(
+            f"{flag} holds a moving average, which this run would drop: give --model.ema_decay "
+            f"{record['model']['ema_decay']:g} to go on with it,\nor start a new training from its weights with --model.weights."
         )
     with torch.device("meta"):
         groups = decay_groups(new_model(config.arch, num_classes=len(splits.classes)), config).values()

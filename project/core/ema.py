@@ -11,7 +11,7 @@ from project.core.config import ModelConfig
 
 
 class EMA:
-    """The average after each update: decay x average + (1 - decay) x network. Until warm-up ends an update copies.
+    """The average after each update: decay x average + (1 - decay) x network. Until warm-up has ended an update copies.
 
     Not torch's AveragedModel: that one reads a counter from the device at each update, and averages BatchNorm's count of
     batches, which is an integer.
@@ -32,7 +32,7 @@ class EMA:
             return
         ours, theirs = _values(self.model), _values(model)
         floating = [k for k, value in enumerate(ours) if value.is_floating_point()]
-        if step <= self.warmup_steps or step == 1:
+        if step - self.every <= self.warmup_steps:  # so is the first one after warm-up, as in torchvision's train.py
             torch._foreach_copy_([ours[k] for k in floating], [theirs[k] for k in floating])
         else:
             self._average([ours[k] for k in floating], [theirs[k] for k in floating], 0)

@@ -93,7 +93,7 @@ def check_schedule(config: ModelConfig, *, steps_per_epoch: int, total_steps: in
     if total_steps is None and config.schedule in ("cosine", "linear"):
         raise UserError(f"--model.schedule {config.schedule} needs an end: give --trainer.max_epochs or --trainer.max_steps.")
     warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch)
-    if total_steps is not None and config.schedule != "constant" and warmup > total_steps:
+    if total_steps is not None and warmup > total_steps:
         raise UserError(
             f"--model.warmup_epochs {config.warmup_epochs:g} is {warmup} steps, and the training has {total_steps}: it would "
             "never reach its peak rate.\nGive a shorter warm-up, or more --trainer.max_epochs."

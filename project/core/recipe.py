@@ -1,5 +1,6 @@
 """The recipe of a run as a small table, printed before its first step."""
 
+import math
 import textwrap
 
 import torch
@@ -69,7 +70,7 @@ def _decay(model: ModelConfig, *, num_classes: int) -> list[str]:
 def _images(data: DataConfig, *, epochs: float | None) -> list[str]:
     sizes = f"{data.train_size} px"
     if data.start_size is not None and epochs is not None:
-        seen = [train_size(data, epoch=epoch, epochs=epochs) for epoch in range(max(1, round(epochs)))]
+        seen = [train_size(data, epoch=epoch, epochs=epochs) for epoch in range(max(1, math.ceil(epochs)))]
         grown = dict.fromkeys(seen)
         sizes = ", ".join(f"{size} px from epoch {seen.index(size) + 1}" for size in grown)
     parts = [sizes, f"crops of {100 * data.min_crop_area:g} to 100 % of the area"]

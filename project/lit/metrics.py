@@ -57,6 +57,7 @@ class TrainMetrics(Callback):
         self.history: list[dict[str, float]] = []
         self.replaced: list[int] = []
         self._pending: tuple[dict[str, float], Late] | None = None
+        self._lr = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}
@@ -99,6 +100,9 @@ class TrainMetrics(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._waited += time.perf_counter() - self._batch_ended
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._lr = optimizer.param_groups[0]["lr"]  # of this step; the schedule moves on to the next
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         _, target, index = batch
         self._images += len(target)
@@ -137,7 +141,7 @@ class TrainMetrics(Callback):
             row = {
                 "step": trainer.global_step,
                 "epoch": trainer.current_epoch,
-                "train/lr": trainer.optimizers[0].param_groups[0]["lr"],
+                "train/lr": self._lr,
                 "train/images_per_s": self._images * trainer.world_size / elapsed,
                 "train/data_wait": self._waited / elapsed,
             }

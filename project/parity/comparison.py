@@ -215,6 +215,8 @@ def _run_both(
     env = {**_environment(arguments), **env}
     commands = (LIGHTNING, request.raw)
     for k in (0, 1):
+        if k == 1:  # `--seed_everything true` draws one: both take that of the first
+            full[1] += ["--seed_everything", str(trained[0].run.settings["seed"])]
         with _progress(f"{names[k]}, {title}", quiet=request.quiet):
             folder = request.out / folders[k]
             trained.append(train(commands[k], full[k], folder, name=names[k], timeout=request.timeout, **env))

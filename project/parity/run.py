@@ -149,6 +149,8 @@ def broken(run: Run) -> str | None:
 
 
 def _broken_rank(events: list[Event]) -> str | None:
+    if not all(isinstance(event, dict) for event in events):
+        return "holds a line that is no event"
     if not events or events[0].get("event") != "start":
         return "has no beginning"
     for event in events:

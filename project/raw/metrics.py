@@ -45,10 +45,11 @@ class TrainMetrics:
     Attributes:
         history: Rows of step and values, over resumes too: `train/loss`, `train/lr`, `val/top1` ...
         replaced: Unreadable images that were replaced on this rank, with the number of the first.
+        lr: Learning rate of the newest step.
     """
 
     def __init__(self, device: torch.device, *, world_size: int) -> None:
-        self.device, self.world_size = device, world_size
+        self.device, self.world_size, self.lr = device, world_size, 0.0
         self.history: list[dict[str, float]] = []
         self.replaced: list[int] = []
         self._pending: tuple[dict[str, float], Late] | None = None
@@ -91,7 +92,7 @@ class TrainMetrics:
         self.replaced += [~i for i in index.tolist() if i < 0]
         self._batch_ended = time.perf_counter()
 
-    def end_interval(self, *, epoch: int, step: int, lr: float) -> list[dict[str, float]]:
+    def end_interval(self, *, epoch: int, step: int) -> list[dict[str, float]]:
         """Send this interval's sums on their way; the rows of the one before have arrived."""
         arrived = self.flush()
         if self._images:
@@ -102,7 +103,7 @@ class TrainMetrics:
             row: dict[str, Any] = {
                 "step": step,
                 "epoch": epoch,
-                "train/lr": lr,
+                "train/lr": self.lr,
                 "train/images_per_s": self._images * self.world_size / elapsed,
                 "train/data_wait": self._waited / elapsed,
             }

@@ -153,6 +153,7 @@ class Trainer:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip = clip_grad_value_ if config.gradient_clip_algorithm == "value" else clip_grad_norm_
             clip(parameters, self.clip_val)
+        self.metrics.lr = self.optimizer.param_groups[0]["lr"]  # of this step; the schedule moves on to the next
         scaler.step(self.optimizer)
         scaler.update()
         self.schedule.step()
@@ -162,8 +163,7 @@ class Trainer:
         self.guard.step()
 
     def end_interval(self) -> None:
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.logger.log(*self.metrics.end_interval(epoch=self.place.epoch, step=self.place.step, lr=lr))
+        self.logger.log(*self.metrics.end_interval(epoch=self.place.epoch, step=self.place.step))
 
     # Validation
 
