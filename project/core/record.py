@@ -213,7 +213,8 @@ class Recorder:
         self.model, self._step = model, step
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         loader.watch = self._batch
-        model.register_forward_hook(self._forward)
+        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        model.register_forward_hook(torch.compiler.disable(self._forward) if compiled else self._forward)
         criterion.register_forward_hook(self._loss)
         for parameter in self._names:
             # Runs when a parameter's gradient has been added up, before DDP copies it into a bucket.
