@@ -17,7 +17,7 @@ def train(*, enabled: bool = True) -> Progress:
         metrics.begin_batch()
         metrics.end_batch(torch.tensor(1.5), torch.tensor([0, 1]))
         progress.batch(done, 2)
-    metrics.end_interval(epoch=0, step=2, lr=0.1)
+    metrics.end_interval(epoch=0, step=2)
     metrics.flush()
     progress.begin_validation(3)
     progress.validation_batch(1)
