@@ -33,10 +33,14 @@ def main() -> int:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
+    if behaviour == "stopped-by-1":  # one ends at once, the other after a checkpoint that takes longer than a failure may
+        time.sleep(4 * (1 - rank))
+        return 143
     if behaviour == "wait":
         time.sleep(60)
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(60)
     return 0
 

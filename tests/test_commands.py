@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import project.lit.run as run
 from project.core.checkpoint import RECORD, write_atomic
 from project.core.config import DataConfig
-from project.core.errors import UserError
+from project.core.errors import UserError, WriteError
 from project.core.images import read_image
 from project.core.index import load_splits
 from project.core.inference import load_trained
@@ -58,7 +58,9 @@ def printed(out: str) -> tuple[float, float, float, int]:
     return float(words[1]), float(words[4]), float(words[7]), int(words[9])
 
 
-def test_validation_is_exact_in_fit_and_on_any_number_of_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_A8_A9_validation_is_exact_in_fit_and_on_any_number_of_ranks(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = by_hand(checkpoint)
     with (checkpoint.parents[1] / "metrics.csv").open() as file:
         [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
@@ -166,7 +168,7 @@ def test_imagenets_classes_get_their_names(tmp_path: Path) -> None:
     assert (trained.labels[0], trained.labels[999], trained.val_size) == ("tench", "toilet tissue", 224)
 
 
-def test_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path) -> None:
+def test_E5_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path) -> None:
     finished = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.pt")
     assert (finished.code, finished.err) == (0, "")
     network = torchvision.models.resnet18(num_classes=10)
@@ -223,7 +225,7 @@ def test_onnx_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_A7_M5_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
     run.fit([*QUICK, *out, "--trainer.fast_dev_run", "true"])
     assert not (tmp_path / "runs").exists()
@@ -240,7 +242,7 @@ def test_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "runs/2/checkpoints").exists()
 
 
-def test_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
+def test_E10_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
     flags = [*QUICK, "--max_epochs", "2", "--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
     run.fit([*flags, "--ckpt_path", str(checkpoint), "--model.lr", "0.5", "--model.schedule", "constant"])
     group = content(tmp_path / "runs/0/checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"][0]
@@ -250,12 +252,12 @@ def test_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Pat
     assert best[RECORD]["metrics"]["val/top1"] == max(before["val/top1"], after["val/top1"])
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_E3_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "c.ckpt"
     write_atomic({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):
         write_atomic({"a": lambda: None}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["c.ckpt"]
     assert content(path) == {"a": 1}
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(WriteError, match="below/c.ckpt: Not a directory"):
         write_atomic({}, path / "below" / "c.ckpt")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from project.core.errors import UserError
 from project.core.launch import launch
 from tests.conftest import REPOSITORY
 
 CODE = """
-import sys
+import os, sys
+import project.core.launch
 from project.core.launch import launch
+project.core.launch._SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
 sys.exit(launch("tests.rank_script", [sys.argv[1]], ranks=2, num_nodes=1, threads=1))
 """
 
@@ -58,7 +62,7 @@ def no_rank_is_left():  # type: ignore[no-untyped-def]
         ("killed", 137, "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"),
     ],
 )
-def test_the_first_reason_is_said_last(behaviour: str, code: int, last: str) -> None:
+def test_A10_the_first_reason_is_said_last(behaviour: str, code: int, last: str) -> None:
     process = start(behaviour)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code
@@ -70,24 +74,61 @@ def test_the_first_reason_is_said_last(behaviour: str, code: int, last: str) -> 
     assert first[1:] == second[1:]
 
 
-def test_stale_ranks_of_another_launch_are_replaced() -> None:
+def test_K7_stale_ranks_of_another_launch_are_replaced() -> None:
     process = start("end", RANK="5", LOCAL_RANK="5", WORLD_SIZE="9")
     out, _ = process.communicate(timeout=30)
     assert {line.split()[1] for line in out.splitlines()} == {"2"}
 
 
 @pytest.mark.parametrize(("number", "behaviour"), [(signal.SIGTERM, "wait"), (signal.SIGINT, "wait"), (signal.SIGTERM, "deaf")])
-def test_a_signal_ends_all_ranks(number: signal.Signals, behaviour: str) -> None:
-    process = start(behaviour)
+def test_K3_K4_a_signal_ends_all_ranks(number: signal.Signals, behaviour: str) -> None:
+    process = start(behaviour, GRACE_S="2")
     assert process.stdout is not None
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(number)
-    process.communicate(timeout=20)
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number
+    if behaviour == "deaf":
+        assert err == "ended by SIGTERM before ranks 0, 1 came to the end of a step: no checkpoint was written for it\n"
+    else:
+        assert err == f"ended by {number.name} before the first step\n"
 
 
-def test_ranks_end_with_their_launcher() -> None:
+def test_K3_a_second_interrupt_ends_at_once() -> None:
+    process = start("deaf")
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert time.monotonic() - began < 2
+    assert "no checkpoint was written" in err
+
+
+def test_K4_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:
+    process = start("stopped-by-1")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err == ""
+
+
+@pytest.mark.parametrize("port", ["busy", "x"])
+def test_K1_a_port_that_cannot_be_taken_is_refused_by_its_name(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]) if port == "busy" else port)
+        with pytest.raises(UserError, match="^MASTER_PORT"):
+            launch("tests.rank_script", ["end"], ranks=1, num_nodes=1, threads=1)
+
+
+def test_K5_ranks_end_with_their_launcher() -> None:
     process = start("wait")
     assert process.stdout is not None
     for _ in range(2):

@@ -115,7 +115,7 @@ def make_renamed(root: Path) -> Path:
     return root
 
 
-def test_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_E3_E6_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
     torch.save({"state_dict": {"conv1.weight": torch.zeros(100, 100)}}, tmp_path / "foreign.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "foreign.ckpt").read_bytes()[:1000])
     (tmp_path / "empty.ckpt").write_bytes(b"")

@@ -84,14 +84,14 @@ def decide_seed(seed: int | bool) -> int:
 
 
 def find_checkpoint(ckpt_path: str | None, *, root: str | None) -> str | None:
-    """`--ckpt_path`, with `last` replaced by the newest checkpoint below a root."""
-    if ckpt_path != "last":
+    """`--ckpt_path`, with `last` and `best` replaced by the newest file of that name below a root."""
+    if ckpt_path not in ("last", "best"):
         return ckpt_path
     folder = Path(root or ".")
-    newest = newest_checkpoint(folder)
+    newest = newest_checkpoint(folder, ckpt_path)
     if newest is None:
         raise UserError(
-            f"--ckpt_path last: there is no checkpoint below {folder / RUNS}. Leave the flag out to start afresh,\n"
+            f"--ckpt_path {ckpt_path}: there is no checkpoint below {folder / RUNS}. Leave the flag out to start afresh,\n"
             "or name the folder of the earlier runs with --trainer.default_root_dir."
         )
     return str(newest)

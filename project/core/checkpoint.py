@@ -11,15 +11,32 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from project.core.errors import UserError
+from project.core.errors import UserError, WriteError
 
 RECORD = "lockstep"  # key of what both trainers say of a run in its checkpoints
 
 
 def write_atomic(content: Any, path: str | os.PathLike[str]) -> None:
-    """torch.save to a file beside `path`, flushed to the disk and renamed: a reader sees the old file or the new one."""
+    """torch.save to a file beside `path`, flushed to the disk and renamed: a reader sees the old file or the new one.
+
+    One process at a time may write to a path: what an earlier one has left half-written is removed.
+
+    Raises:
+        WriteError: the disk is full, nothing may be written there, and the like; the old file is as it was.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{target.name}.*"):
+            left.unlink()
+        _write_and_rename(content, target)
+    except (OSError, RuntimeError) as error:  # of a full disk torch.save makes a RuntimeError of its own
+        reason = next((e.strerror for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), error)
+        kept = "; the file that was there before is whole" if target.is_file() else ""
+        raise WriteError(f"cannot write {target}: {reason}{kept}") from error
+
+
+def _write_and_rename(content: Any, target: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
         try:
             torch.save(content, file)
@@ -60,21 +77,27 @@ def read_file(path: str | os.PathLike[str], *, flag: str) -> dict[str, Any]:
     return content
 
 
-def is_whole(path: str | os.PathLike[str]) -> bool:
-    """Whether the file is a complete zip archive, as torch.save writes; reads its end only."""
-    return zipfile.is_zipfile(path)
-
-
 def read_checkpoint(path: str | os.PathLike[str], *, flag: str = "--ckpt_path") -> dict[str, Any]:
     """A checkpoint of ours.
 
     Raises:
         UserError: as read_file, or a file of another origin.
     """
-    content = read_file(path, flag=flag)
-    if RECORD not in content:
-        raise UserError(
-            f"{flag} {path} is no checkpoint of a training run here. For a state dict use\n"
-            "--model.weights FILE (fit) or --weights FILE (validate, predict, export)."
-        )
+    try:
+        content = read_file(path, flag=flag)
+        if RECORD not in content:
+            raise UserError(
+                f"{flag} {path} is no checkpoint of a training run here. For a state dict use\n"
+                "--model.weights FILE (fit) or --weights FILE (validate, predict, export)."
+            )
+    except UserError as error:
+        other = newest_whole(Path(path))
+        raise UserError(f"{error}\nThe newest whole checkpoint beside it is {other}." if other else str(error)) from error
     return content
+
+
+def newest_whole(path: Path) -> Path | None:
+    """The checkpoint beside another one, or in the runs beside its run, that was written last and is complete."""
+    found = [*path.parent.glob("*.ckpt"), *path.parent.parent.parent.glob("*/checkpoints/*.ckpt")]
+    others = sorted({each for each in found if each != path}, key=lambda each: each.stat().st_mtime, reverse=True)
+    return next((each for each in others if zipfile.is_zipfile(each)), None)

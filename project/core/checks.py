@@ -1,5 +1,8 @@
 """What cannot work is refused before the first step, and where possible before any other process is started."""
 
+import shutil
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,14 +10,15 @@ from jsonargparse import Namespace
 
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
-from project.core.errors import UserError
+from project.core.errors import NothingToDo, UserError
 from project.core.index import Splits
 from project.core.model import last_map_size, new_model
 from project.core.optim import check_schedule, decay_groups
-from project.core.plan import BatchPlan, count_epochs
+from project.core.plan import BatchPlan, count_epochs, loader_workers
 from project.core.transforms import check_growth
 from project.core.weights import match_weights
 
+_PREFETCHED = 2  # batches per loader process, DataLoader's default
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 
@@ -77,6 +81,23 @@ def check_batches(plan: BatchPlan, *, train_size: int) -> None:
         )
 
 
+def check_shared_memory(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> None:
+    """Batches that wait in the loaders' shared memory must fit into it; containers often have 64 MB."""
+    workers = loader_workers(data.num_workers, local_ranks=local_ranks)
+    memory = Path("/dev/shm")
+    if not workers or not memory.is_dir():
+        return
+    largest = max(data.train_size, data.val_size)
+    waiting = local_ranks * workers * _PREFETCHED * plan.per_rank_batch * 3 * largest**2
+    free = shutil.disk_usage(memory).free
+    if waiting > free:
+        raise UserError(
+            f"/dev/shm has {free / 1e6:,.0f} MB free, and {local_ranks} ranks x {workers} loader processes need about "
+            f"{waiting / 1e6:,.0f} MB in it.\nGive a smaller --data.num_workers (0 needs none), or the container more "
+            "(docker run --shm-size)."
+        )
+
+
 def check_weights(config: ModelConfig, *, num_classes: int, new_head: bool, flag: str) -> None:
     if config.weights is not None:
         with torch.device("meta"):
@@ -96,8 +117,14 @@ def check_classes(record: dict[str, Any], splits: Splits, *, flag: str) -> None:
         )
 
 
-def check_resume(path: str, plan: BatchPlan, splits: Splits, config: ModelConfig, *, last: int | None) -> None:
-    """A checkpoint that this training, which ends after `last` steps, can go on from."""
+def check_resume(
+    path: str, plan: BatchPlan, splits: Splits, config: ModelConfig, data: DataConfig, *, seed: int, last: int | None
+) -> list[str]:
+    """A checkpoint that this training, which ends after `last` steps, can go on from.
+
+    Returns:
+        Lines that say where it goes on, and what is set otherwise than then: the settings of this run count.
+    """
     record = read_checkpoint(path)[RECORD]
     flag = f"--ckpt_path {path}"
     check_classes(record, splits, flag=flag)
@@ -122,15 +149,37 @@ def check_resume(path: str, plan: BatchPlan, splits: Splits, config: ModelConfig
             "give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new training from it "
             "with --model.weights."
         )
-    then, now = record["steps_per_epoch"], plan.steps_per_epoch
-    if (then, record["accumulate"]) != (now, plan.accumulate):
+    then = (record["steps_per_epoch"], record["batches_per_epoch"], record["accumulate"])
+    now = (plan.steps_per_epoch, plan.batches, plan.accumulate)
+    if then != now:
         raise UserError(
-            f"{flag} was trained with {then} steps per epoch and {record['accumulate']} batches accumulated, this run would "
-            f"have {now} and {plan.accumulate}.\nGo on with the same --data.global_batch_size and accumulation, or start a "
-            "new training from it with --model.weights."
+            f"{flag} was trained with {then[0]} steps per epoch, of {then[1]} batches per rank and {then[2]} accumulated,\n"
+            f"this run would have {now[0]}, of {now[1]} and {now[2]}. Go on with the same --data.global_batch_size and "
+            "accumulation,\nor start a new training from it with --model.weights."
         )
-    if last is not None and record["step"] >= last:
-        raise UserError(
+    validated = record["complete"] or record["batches"] < record["batches_per_epoch"]  # or there was none to come
+    if last is not None and record["step"] >= last and validated:
+        raise NothingToDo(
             f"{flag} has already taken {record['step']} of {last} steps: there is nothing left to train. "
             "Give a larger --trainer.max_epochs."
         )
+    return _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
+
+
+def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: dict[str, Any]) -> list[str]:
+    place = f"epoch {record['epoch'] + 1}" + (" (done)" if record["complete"] else f", batch {record['batches']}/{plan.batches}")
+    lines = [f"      goes on after step {record['step']}, {place}, of {path}"]
+    then = {"model": record["model"], "data": record["data"], "seed_everything": record["seed"]}
+    changes = [
+        f"--{part}.{name} {then[part].get(name)} -> {value}"
+        for part in ("model", "data")
+        for name, value in settings[part].items()
+        if then[part].get(name) != value and name not in ("num_workers", "weights")
+    ]
+    if then["seed_everything"] != settings["seed_everything"]:
+        changes.append(f"--seed_everything {then['seed_everything']} -> {settings['seed_everything']}")
+    lines += [f"note  changed since then, and this run's value counts: {change}" for change in changes]
+    if record["world_size"] != plan.world_size:
+        ranks = f"{record['world_size']} -> {plan.world_size} ranks"
+        lines.append(f"note  {ranks}: each step takes the same images, BatchNorm sees {plan.per_rank_batch} at a time")
+    return lines

@@ -1,4 +1,4 @@
-"""The settings that both trainers read from one YAML: `model.*`, `data.*` and `guard.*`.
+"""The settings that both trainers read from one YAML: `model.*`, `data.*`, `checkpoint.*` and `guard.*`.
 
 The defaults are torchvision's ImageNet recipe.
 """
@@ -198,6 +198,24 @@ class DataConfig:
             _require(math.isfinite(value) and value >= 0, f"data.{name}", value, "give a number that is zero or more")
         fraction = self.val_fraction
         _require(0 < fraction <= 1, "data.val_fraction", fraction, "give a share above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When last.ckpt is written besides the end of each epoch, and before a signal ends the run.
+
+    Args:
+        every_steps: After so many optimizer steps; 0 for never.
+        every_minutes: After the first step by which so many minutes have gone by since the last time; 0 for never.
+    """
+
+    every_steps: int = 0
+    every_minutes: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "give a number of steps, or 0 for never")
+        minutes = self.every_minutes
+        _require(minutes >= 0, "checkpoint.every_minutes", minutes, "give a number of minutes, or 0 for never")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Index to batches: a dataset keyed by (epoch, sample), batch samplers that carry the keys, a loader that can resume."""
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -141,6 +143,8 @@ class ResumableLoader(DataLoader[T]):
         return getattr(self.batch_sampler.sampler, "epoch", 0)  # type: ignore[union-attr]
 
     def state_dict(self) -> dict[str, int]:
+        if self.resume is not None:  # where it goes on, with nothing given since: all that is left may be the validation
+            return dict(self.resume)
         return {"epoch": self.epoch, "batches": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -159,9 +163,22 @@ def numbers_of(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return torch.where(numbers < 0, ~numbers, numbers)
 
 
+def end_workers() -> None:
+    """What an error has left of them at the program's exit, where multiprocessing would send SIGTERM and wait."""
+    left = [process for process in multiprocessing.active_children() if process.daemon]
+    if left and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a worker has died
+    for process in left:
+        process.kill()
+
+
+atexit.register(end_workers)
+
+
 def init_worker(_: int) -> None:
-    """The trainer decides what a signal means; its loader processes end with it."""
+    """The trainer decides what a signal means, which may reach its loader processes as well; they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 

@@ -78,8 +78,10 @@ def status(row: Mapping[str, float]) -> str:
     return f"loss {row['train/loss']:.3f}  {row['train/images_per_s']:,.0f} img/s  wait {wait}"
 
 
-def epoch_line(loss: float, metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
-    """The mean training loss, the validation, and how fast the epoch was."""
+def epoch_line(loss: float | None, metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
+    """The mean training loss, the validation, and how fast the epoch was; the validation alone where nothing was trained."""
+    if loss is None:
+        return f"{accuracy(metrics)}, {seconds:.0f} s"
     return f"loss {loss:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
 
 
@@ -87,6 +89,13 @@ def replaced_line(count: int, example: str | None) -> str:
     """How often an unreadable image was replaced on all ranks, with one that this rank met."""
     times = "once" if count == 1 else f"{count:,} times"
     return f"note  unreadable training images were replaced {times}" + (f", such as {example}" if example else "")
+
+
+def interrupted_line(name: str, checkpoint: Path | None, *, step: int) -> str:
+    """Why a training has stopped, and from where it can go on."""
+    if checkpoint is None:
+        return f"ended by {name} after step {step}; nothing is saved (--trainer.enable_checkpointing false)"
+    return f"ended by {name}; --ckpt_path last goes on after step {step}: {checkpoint}"
 
 
 def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:

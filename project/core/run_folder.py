@@ -25,7 +25,7 @@ def new_run_folder(root: Path) -> Path:
         ) from error
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The last.ckpt that was written last, of all runs below a root."""
-    found = sorted((root / RUNS).glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+def newest_checkpoint(root: Path, name: str = "last") -> Path | None:
+    """The last.ckpt (or best.ckpt) that was written last, of all runs below a root."""
+    found = sorted((root / RUNS).glob(f"*/checkpoints/{name}.ckpt"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None

@@ -553,6 +553,13 @@ class ReplicaGuard:
         """Whether all gradients so far were finite. Waits for the device: ask before you write a checkpoint, not in each step."""
         return bool((self._bad < 0).all())
 
+    def before_saving(self) -> None:
+        """Before a checkpoint, on every rank: end them all if a gradient so far was not finite. Waits for the device."""
+        self._raise_if_over()
+        bad = int(self._bad[0])
+        if bad >= 0:
+            self._alarm("not-finite", bad=bad)
+
     def end(self, this: _Pass) -> None:
         """The end of an epoch: waits until all ranks have come here and everything has been compared."""
         self._finish(this)
@@ -583,7 +590,9 @@ class ReplicaGuard:
             "spare": _spare(this.loader, world_size=self.world_size),
             "left": left,
         }
-        self._outbox.append(_Letter(f"end {this.number}", facts, tensors=torch.tensor(numbers) if kept else None))
+        self._outbox.append(
+            _Letter(f"end {this.number}", facts, tensors=torch.tensor(numbers, dtype=torch.int64) if kept else None)
+        )
         self._wake.set()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from project.core.checkpoint import RECORD, write_atomic
 from project.lit.data import ImageFolders
@@ -34,15 +34,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return content
 
 
-class Last(ModelCheckpoint):
-    """checkpoints/last.ckpt: the end of the newest epoch."""
+class Last(Checkpoint):
+    """checkpoints/last.ckpt: the end of the newest epoch, or what `save` was asked for since.
 
-    def __init__(self) -> None:
-        # By default Lightning saves after validations only, and leaves the epochs out that have none.
-        super().__init__(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
+    Not Lightning's ModelCheckpoint, whose `every_n_train_steps` after a resume also saves between the batches of one step,
+    where the gradients that are being accumulated would be lost.
+    """
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: a resumed run has a folder of its own."""
+    dirpath: str | None = None
+
+    def save(self, trainer: Trainer) -> Path:
+        """On all ranks, after an optimizer step or inside the validation."""
+        assert self.dirpath is not None
+        path = Path(self.dirpath) / "last.ckpt"
+        trainer.save_checkpoint(path)
+        return path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
 
 
 class Best(ModelCheckpoint):

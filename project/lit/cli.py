@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
-from project.core.config import GuardConfig
+from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
@@ -18,6 +18,7 @@ from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.ema import MovingAverage
 from project.lit.guard import ReplicaGuardCallback
+from project.lit.interruption import Interruption
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
 from project.lit.progress import TrainingProgress
@@ -61,9 +62,10 @@ class TrainCLI(LightningCLI):
             "--ckpt_path",
             type=str | None,
             default=None,
-            help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
+            help="Go on from this checkpoint; `last` or `best`: the newest one below trainer.default_root_dir.",
         )
         parser.add_argument("--record", type=str | None, default=None, help="Write what the training does to this folder.")
+        parser.add_class_arguments(CheckpointConfig, "checkpoint")
         parser.add_class_arguments(GuardConfig, "guard")
         parser.set_defaults(self.defaults)
 
@@ -94,6 +96,9 @@ class TrainCLI(LightningCLI):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
         recording = [] if self.record is None else [Recording(self.record)]
         config.callbacks = [*default_callbacks(config, given), *recording, *self._guard(), *given]
+        if self.command == "fit":
+            last = next((callback for callback in config.callbacks if isinstance(callback, Last)), None)
+            config.callbacks.append(Interruption(self.config_init.checkpoint, last))
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
@@ -133,5 +138,6 @@ class ValidateCLI(TrainCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Evaluate this checkpoint of a run.")
         parser.add_argument("--weights", type=str | None, default=None, help="Or this state dict of torchvision or timm.")
-        parser.add_class_arguments(GuardConfig, "guard")  # so that a run's config.yaml is accepted
+        parser.add_class_arguments(CheckpointConfig, "checkpoint")  # so that a run's config.yaml is accepted
+        parser.add_class_arguments(GuardConfig, "guard")
         parser.set_defaults(self.defaults)

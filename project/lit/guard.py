@@ -47,5 +47,12 @@ class ReplicaGuardCallback(Callback):
             self.guard.end(self.epoch)
             self.epoch = None
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.guard.before_saving()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, Exception):  # an orderly end: what is still to be compared
+            self.guard.close()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.guard.close()

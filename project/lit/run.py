@@ -1,11 +1,9 @@
 """From a command line to an exit code: refuse what cannot work, start the ranks, run Lightning in each."""
 
 import signal
-import sys
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
+from project.core.agreement import Interrupted
 from project.core.arguments import expand, flag_value
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.checks import check_classes, check_weights
@@ -51,7 +49,10 @@ def fit(arguments: list[str]) -> int:
     if not started_by_us():
         check_record_folder(cli.record)
         splits = load_splits(cli.datamodule.config)
-        plan = check_fit(cli.trainer, cli.model, cli.datamodule, splits, ckpt_path=cli.config.ckpt_path)
+        config = cli.config
+        plan, resumed = check_fit(
+            cli.trainer, cli.model, cli.datamodule, splits, ckpt_path=config.ckpt_path, seed=config.seed_everything
+        )
         trainer = cli.trainer
         lines = run_lines(
             plan,
@@ -64,7 +65,7 @@ def fit(arguments: list[str]) -> int:
         )
         epochs = count_epochs(total_steps(trainer, plan), steps_per_epoch=plan.steps_per_epoch)
         recipe = recipe_lines(cli.model.config, cli.datamodule.config, num_classes=len(splits.classes), epochs=epochs)
-        _say(data_lines(cli.datamodule.config, splits) + lines + recipe)
+        _say(data_lines(cli.datamodule.config, splits) + lines + resumed + recipe)
     decided = ["--seed_everything", str(cli.config.seed_everything)]
     decided += ["--ckpt_path", cli.config.ckpt_path] if cli.config.ckpt_path else []
     code = _start_ranks(cli, [*arguments, *decided])
@@ -73,18 +74,13 @@ def fit(arguments: list[str]) -> int:
     _tune(cli)
     try:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
-    except SIGTERMException:  # which would end the process with code 0
-        return _ended_by(signal.SIGTERM)
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
     except SystemExit:
-        if cli.trainer.interrupted:  # by Ctrl-C, for which Lightning's code is 1
-            return _ended_by(signal.SIGINT)
+        if cli.trainer.interrupted:  # by Ctrl-C before the first step, for which Lightning's code is 1
+            return 128 + signal.SIGINT
         raise
     return 0
-
-
-def _ended_by(number: signal.Signals) -> int:
-    sys.stderr.write(f"ended by {number.name}; --ckpt_path last goes on from the last whole epoch\n")
-    return 128 + number
 
 
 def validate(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from project.core.launch import keep_errors
 from project.core.run_folder import new_run_folder
 from project.lit.checkpoint import Best, Last
 from project.lit.curves import Curves
@@ -21,6 +22,7 @@ class RunFolder(SaveConfigCallback):
             return
         made = str(new_run_folder(Path(trainer.default_root_dir))) if trainer.is_global_zero else ""
         self.folder = Path(trainer.strategy.broadcast(made))
+        keep_errors(self.folder)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Last | Best):
                 callback.dirpath = str(self.folder / "checkpoints")

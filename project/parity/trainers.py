@@ -75,6 +75,7 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
     folder.mkdir(parents=True)
     where = ["--record", str(folder / "record"), "--trainer.default_root_dir", str(folder)]
     where += ["--guard.every", "0"]  # which would end a run for the mistake that is to be compared
+    where += ["--checkpoint.every_minutes", "0"]  # a clock would have the two save after other steps
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
             [*command, *arguments, *where],

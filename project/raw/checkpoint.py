@@ -39,21 +39,30 @@ class Place:
     def next_epoch(self) -> None:
         self.epoch, self.batches, self.complete = self.epoch + 1, 0, False
 
+    def is_best(self, path: Path) -> bool:
+        """Whether the newest validation has the highest top-1, the first of equals; then `path` is the best checkpoint."""
+        top1 = self.metrics.get("val/top1", 0.0)
+        better = not self.best or top1 > self.best["top1"]
+        if better:
+            self.best = {"path": str(path), "top1": top1}
+        return better
 
-def make_checkpoint(
-    module: Classifier,
-    data: ImageFolders,
-    place: Place,
-    *,
-    optimizer: optim.Optimizer,
-    schedule: LambdaLR,
-    scaler: GradScaler,
-    ema: EMA | None,
-    history: list[dict[str, float]],
-) -> dict[str, Any]:
+
+@dataclass
+class State:
+    """What training changes."""
+
+    module: Classifier
+    optimizer: optim.Optimizer
+    schedule: LambdaLR
+    scaler: GradScaler
+    ema: EMA | None
+
+
+def make_checkpoint(state: State, data: ImageFolders, place: Place, *, history: list[dict[str, float]]) -> dict[str, Any]:
     """The weights, and one record of plain values from which either trainer goes on."""
     record = {
-        "model": asdict(module.config),
+        "model": asdict(state.module.config),
         "data": asdict(data.config),
         "classes": data.splits.classes,
         "samples": len(data.splits.train),
@@ -69,32 +78,28 @@ def make_checkpoint(
         "metrics": place.metrics,
         "best": dict(place.best),
         "history": history,
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "scaler": scaler.state_dict(),
-        "ema": {} if ema is None else ema.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "schedule": state.schedule.state_dict(),
+        "scaler": state.scaler.state_dict(),
+        "ema": {} if state.ema is None else state.ema.state_dict(),
     }
-    return {"state_dict": module.model.state_dict(), RECORD: record}
+    return {"state_dict": state.module.model.state_dict(), RECORD: record}
 
 
-def restore(
-    record: dict[str, Any],
-    *,
-    optimizer: optim.Optimizer,
-    schedule: LambdaLR,
-    scaler: GradScaler,
-    ema: EMA | None,
-) -> Place:
-    """Optimizer, schedule, loss scale and average as they were, with the rates of this run's recipe; returns the place."""
-    recipe = recipe_of(optimizer)
-    optimizer.load_state_dict(record["optimizer"])
-    schedule.load_state_dict(record["schedule"])
-    if scaler.is_enabled() and record["scaler"]:
-        scaler.load_state_dict(record["scaler"])
-    if ema is not None and record["ema"]:
-        ema.load_state_dict(record["ema"])
-    follow_recipe(optimizer, schedule, recipe)
-    return Place(**{each.name: record[each.name] for each in fields(Place)})
+def restore(record: dict[str, Any], state: State) -> Place:
+    """All as it was, with the rates of this run's recipe; returns the place to go on from."""
+    recipe = recipe_of(state.optimizer)
+    state.optimizer.load_state_dict(record["optimizer"])
+    state.schedule.load_state_dict(record["schedule"])
+    if state.scaler.is_enabled() and record["scaler"]:
+        state.scaler.load_state_dict(record["scaler"])
+    if state.ema is not None and record["ema"]:
+        state.ema.load_state_dict(record["ema"])
+    follow_recipe(state.optimizer, state.schedule, recipe)
+    place = Place(**{each.name: record[each.name] for each in fields(Place)})
+    if place.complete:
+        place.next_epoch()
+    return place
 
 
 def inherit_best(best: dict[str, Any], folder: Path) -> dict[str, Any]:

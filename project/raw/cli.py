@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
 from project.core.checks import check_devices
-from project.core.config import DataConfig, GuardConfig, ModelConfig
+from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
@@ -114,6 +114,7 @@ class Settings:
     trainer: TrainerConfig
     model: ModelConfig
     data: DataConfig
+    checkpoint: CheckpointConfig
     guard: GuardConfig
     seed: int
     ckpt_path: str | None
@@ -140,12 +141,13 @@ def _parser() -> ArgumentParser:
         parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")
     parser.add_class_arguments(ModelConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
+    parser.add_class_arguments(CheckpointConfig, "checkpoint")
     parser.add_class_arguments(GuardConfig, "guard")
     parser.add_argument(
         "--ckpt_path",
         type=str | None,
         default=None,
-        help="Go on from this checkpoint; `last` is the newest one below trainer.default_root_dir.",
+        help="Go on from this checkpoint; `last` or `best`: the newest one below trainer.default_root_dir.",
     )
     parser.add_argument("--record", type=str | None, default=None, help="Write what the training does to this folder.")
     return parser
@@ -249,6 +251,7 @@ def parse(arguments: list[str]) -> Settings:
         TrainerConfig(**honoured),
         ModelConfig(**vars(config.model)),
         DataConfig(**vars(config.data)),
+        CheckpointConfig(**vars(config.checkpoint)),
         GuardConfig(**vars(config.guard)),
         config.seed_everything,
         config.ckpt_path,

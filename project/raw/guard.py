@@ -40,6 +40,10 @@ class Guard:
         if self.config.every:
             self._guard.step()
 
+    def before_saving(self) -> None:
+        if self.config.every:
+            self._guard.before_saving()
+
     def close(self) -> None:
         if self.config.every:
             self._guard.close()

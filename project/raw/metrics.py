@@ -56,9 +56,9 @@ class TrainMetrics:
         self.begin_epoch()
 
     @property
-    def epoch_loss(self) -> float:
-        """Mean training loss of this epoch over all ranks."""
-        return self._epoch_loss / self._epoch_batches
+    def epoch_loss(self) -> float | None:
+        """Mean training loss of this epoch over all ranks; None where a resumed run has nothing of it left but the validation."""
+        return self._epoch_loss / self._epoch_batches if self._epoch_batches else None
 
     @property
     def latest(self) -> dict[str, float]:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from project.core.agreement import Interrupted
 from project.core.arguments import expand
-from project.core.checks import check_recipe, check_resume, check_weights
+from project.core.checks import check_recipe, check_resume, check_shared_memory, check_weights
 from project.core.device import tune
 from project.core.index import Splits, load_splits
-from project.core.launch import is_first_rank, launch, report_failure, started_by_others, started_by_us
+from project.core.launch import is_first_rank, keep_errors, launch, report_failure, started_by_others, started_by_us
 from project.core.model import check_num_classes
 from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
 from project.core.recipe import recipe_lines
@@ -23,6 +24,7 @@ from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, process_group, sum_over_ranks
 from project.raw.guard import Guard
+from project.raw.interruption import Interruption
 from project.raw.module import Classifier
 from project.raw.recording import RecordedTrainer
 from project.raw.run_folder import make_run_folder
@@ -36,7 +38,7 @@ def fit(arguments: list[str]) -> int:
     if not started_by_us():
         check_record_folder(settings.record)
         splits = load_splits(settings.data)
-        plan = check_fit(settings, splits)
+        plan, resumed = check_fit(settings, splits)
         lines = run_lines(
             plan,
             settings.model,
@@ -49,29 +51,34 @@ def fit(arguments: list[str]) -> int:
         epochs = count_epochs(total_steps(trainer, plan), steps_per_epoch=plan.steps_per_epoch)
         recipe = recipe_lines(settings.model, settings.data, num_classes=len(splits.classes), epochs=epochs)
         if is_first_rank():
-            print("\n".join(data_lines(settings.data, splits) + lines + recipe), flush=True)
+            print("\n".join(data_lines(settings.data, splits) + lines + resumed + recipe), flush=True)
     if not (started_by_us() or started_by_others() or ranks * trainer.num_nodes == 1):
         decided = ["--seed_everything", str(settings.seed)]
         decided += ["--ckpt_path", settings.ckpt_path] if settings.ckpt_path else []
         threads = max(1, available_cores() // ranks)
         rank_arguments = [*arguments, *decided]
         return launch("project.fit_raw", rank_arguments, ranks=ranks, num_nodes=trainer.num_nodes, threads=threads)
-    train(settings, find_rank(trainer.accelerator))
+    try:
+        train(settings, find_rank(trainer.accelerator))
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
     return 0
 
 
-def check_fit(settings: Settings, splits: Splits) -> BatchPlan:
-    """The plan of a training that can start."""
+def check_fit(settings: Settings, splits: Splits) -> tuple[BatchPlan, list[str]]:
+    """The plan of a training that can start, and what is to be said of the checkpoint that it goes on from."""
     trainer = settings.trainer
     num_classes = check_num_classes(settings.model, classes=splits.classes)
     plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
     last = total_steps(trainer, plan)
     check_recipe(plan, settings.model, settings.data, total_steps=last)
+    check_shared_memory(plan, settings.data, local_ranks=int(trainer.devices))
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:
-        check_resume(settings.ckpt_path, plan, splits, settings.model, last=last)
-    return plan
+        model, data, seed = settings.model, settings.data, settings.seed
+        return plan, check_resume(settings.ckpt_path, plan, splits, model, data, seed=seed, last=last)
+    return plan, []
 
 
 def total_steps(trainer: TrainerConfig, plan: BatchPlan) -> int | None:
@@ -124,13 +131,17 @@ def train(settings: Settings, ranks: Ranks) -> None:
                 print(module.note, flush=True)
             data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed)
             folder = make_run_folder(settings, ranks)
+            keep_errors(folder)
             guard = Guard(settings.guard)
-            if settings.record is None:
-                run = Trainer(trainer, ranks, module, data, folder, guard)
-            else:
-                run = RecordedTrainer(trainer, ranks, module, data, folder, guard)
+            kind = Trainer if settings.record is None else RecordedTrainer
+            run = kind(trainer, ranks, module, data, folder, Interruption(settings.checkpoint, ranks), guard)
+            if isinstance(run, RecordedTrainer) and settings.record is not None:
                 run.record_to(settings.record, describe(settings, splits))
-            run.fit(settings.ckpt_path)
+            try:
+                run.fit(settings.ckpt_path)
+            except Interrupted:
+                guard.close()
+                raise
             guard.close()
             replaced = int(sum_over_ranks(torch.tensor(float(len(run.metrics.replaced)), device=ranks.device)))
         except Exception as error:

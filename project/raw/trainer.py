@@ -16,11 +16,12 @@ from project.core.mixing import Mixing
 from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
 from project.core.plan import count_epochs, count_steps, limit_batches
 from project.core.weights import extract_state_dict
-from project.raw.checkpoint import Place, inherit_best, make_checkpoint, restore
+from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
 from project.raw.distributed import Ranks, ddp_options, equal_buffers, wrap
 from project.raw.guard import Guard
+from project.raw.interruption import Interruption
 from project.raw.metrics import TrainMetrics, ValMetrics
 from project.raw.module import Classifier
 from project.raw.precision import Precision
@@ -35,10 +36,17 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainerConfig, ranks: Ranks, module: Classifier, data: ImageFolders, folder: Path, guard: Guard
+        self,
+        config: TrainerConfig,
+        ranks: Ranks,
+        module: Classifier,
+        data: ImageFolders,
+        folder: Path,
+        interruption: Interruption,
+        guard: Guard,
     ) -> None:
-        self.config, self.ranks, self.module, self.data, self.folder, self.guard = config, ranks, module, data, folder, guard
-        self.device, self.plan = ranks.device, data.plan
+        self.config, self.ranks, self.module, self.data, self.folder = config, ranks, module, data, folder
+        self.interruption, self.guard, self.device, self.plan = interruption, guard, ranks.device, data.plan
 
     def fit(self, ckpt_path: str | None) -> None:
         """Train to the last epoch or step, from the start or from a checkpoint."""
@@ -47,7 +55,7 @@ class Trainer:
             self.resume(ckpt_path)
         else:
             self.sanity_check()
-        with closing(self.progress), closing(self.logger):
+        with closing(self.progress), closing(self.logger), closing(self.interruption.begin(self.save_checkpoints)):
             while not self.done:
                 self.train_epoch()
                 validates = self.validates
@@ -56,8 +64,7 @@ class Trainer:
                     self.place.metrics = self.validate()
                     self.log_validation(self.place.metrics)
                 self.place.complete = self.place.batches == self.plan.batches
-                if self.config.enable_checkpointing is not False:
-                    self.save_checkpoints(may_be_best=validates)
+                self.save_checkpoints(may_be_best=validates)
                 self.place.next_epoch()
             self.logger.draw(self.metrics.history)
 
@@ -65,10 +72,9 @@ class Trainer:
 
     def setup(self) -> None:
         config = self.config
-        module = self.module
         if config.sync_batchnorm:
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        self.module = module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        self.module = self.module.to(self.device)  # before DDP and the optimizer, which both keep the parameters they see
         self.model = wrap(self.module, self.ranks, **ddp_options(config.strategy))
         self.no_sync = self.model.no_sync if isinstance(self.model, DistributedDataParallel) else nullcontext
         self.precision = Precision(str(config.precision), self.device)
@@ -87,6 +93,7 @@ class Trainer:
         self.guard.attach(self.model, self.optimizer)
         warmup = warmup_steps(self.module.config, steps_per_epoch=self.plan.steps_per_epoch)
         self.ema = build_ema(self.module.model, self.module.config, warmup_steps=warmup)
+        self.state = State(self.module, self.optimizer, self.schedule, self.precision.scaler, self.ema)
         self.networks = [self.module.model, *([self.ema.model] if self.ema else [])]
         self.mixing = Mixing(self.data.config, num_classes=len(self.data.splits.classes), seed=self.data.seed)
         epochs = count_epochs(self.total_steps, steps_per_epoch=self.plan.steps_per_epoch)
@@ -94,16 +101,17 @@ class Trainer:
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.place = Place()
         self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
-        first = self.ranks.is_first
-        self.logger = Logger(self.folder if first else None, rows=config.logger is not False, ema=self.ema is not None)
-        shown = first and config.enable_progress_bar is not False
+        folder = self.folder if self.ranks.is_first else None
+        self.logger = Logger(folder, rows=config.logger is not False, ema=self.ema is not None)
+        shown = self.ranks.is_first and config.enable_progress_bar is not False
         self.progress = Progress(self.metrics, enabled=shown, last_epoch=config.max_epochs)
 
     # Training
 
     @property
     def done(self) -> bool:
-        return self.total_steps is not None and self.place.step >= self.total_steps
+        whole = self.place.batches == self.plan.batches  # it is validated first, also where that was interrupted
+        return self.total_steps is not None and self.place.step >= self.total_steps and not whole
 
     def train_epoch(self) -> None:
         """The batches of an epoch that are left, and one optimizer step per `accumulate` of them."""
@@ -139,6 +147,8 @@ class Trainer:
             if steps and place.step % (self.config.log_every_n_steps or 50) == 0:
                 self.end_interval()
             self.progress.batch(place.batches, plan.batches)
+            if steps:
+                self.interruption.after_step(place.step)
             if self.done:
                 break
         self.end_interval()
@@ -183,6 +193,7 @@ class Trainer:
     def validate(self, limit: int | None = None) -> dict[str, float]:
         """Exact metrics over the whole set, the same on every rank."""
         equal_buffers(*self.networks)
+        self.interruption.before_validation()
         self.model.eval()
         # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
         scored = [(self.model, ValMetrics(self.device))]
@@ -197,6 +208,8 @@ class Trainer:
                     for network, metrics in scored:
                         metrics.update(network(images).float(), target)
                 self.progress.validation_batch(done)
+                self.interruption.in_validation()
+        self.interruption.after_validation_batches()
         self.model.train()
         return {name: value for _, metrics in scored for name, value in metrics.compute().items()}
 
@@ -209,28 +222,20 @@ class Trainer:
 
     # Checkpoints
 
-    def save_checkpoints(self, *, may_be_best: bool) -> None:
+    def save_checkpoints(self, *, may_be_best: bool = False) -> Path | None:
         """last.ckpt, and best.ckpt where this validation had the highest top-1; equal buffers, one writer."""
+        if self.config.enable_checkpointing is False:
+            return None
+        folder = self.folder / "checkpoints"
         equal_buffers(*self.networks)
-        if not self.ranks.is_first:
-            return
-        names = ["last.ckpt"]
-        top1, best = self.place.metrics.get("val/top1", 0.0), self.place.best
-        if may_be_best and (not best or top1 > best["top1"]):
-            self.place.best = {"path": str(self.folder / "checkpoints" / "best.ckpt"), "top1": top1}
-            names = ["best.ckpt", "last.ckpt"]
-        checkpoint = make_checkpoint(
-            self.module,
-            self.data,
-            self.place,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            scaler=self.precision.scaler,
-            ema=self.ema,
-            history=self.metrics.history,
-        )
-        for name in names:
-            self.write(checkpoint, self.folder / "checkpoints" / name)
+        self.guard.before_saving()
+        if self.ranks.is_first:
+            best = may_be_best and self.place.is_best(folder / "best.ckpt")
+            checkpoint = make_checkpoint(self.state, self.data, self.place, history=self.metrics.history)
+            for name in ["best.ckpt", "last.ckpt"] if best else ["last.ckpt"]:
+                self.write(checkpoint, folder / name)
+        self.interruption.saved()
+        return folder / "last.ckpt"
 
     def write(self, checkpoint: dict[str, Any], path: Path) -> None:
         write_atomic(checkpoint, path)
@@ -239,10 +244,6 @@ class Trainer:
         """Each rank reads the file itself: weights, optimizer, schedule, and the place in the epoch."""
         content = read_checkpoint(ckpt_path)
         self.module.model.load_state_dict(extract_state_dict(content, path=ckpt_path, flag="--ckpt_path"))
-        record = content[RECORD]
-        self.place = restore(record, optimizer=self.optimizer, schedule=self.schedule, scaler=self.precision.scaler, ema=self.ema)
-        self.metrics.history = record["history"]
+        self.place, self.metrics.history = restore(content[RECORD], self.state), content[RECORD]["history"]
         if self.ranks.is_first and self.config.enable_checkpointing is not False:
             self.place.best = inherit_best(self.place.best, self.folder)
-        if self.place.complete:
-            self.place.next_epoch()

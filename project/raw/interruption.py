@@ -1,0 +1,67 @@
+"""Replaces ModelCheckpoint's intervals and Lightning's reaction to signals; `core/agreement.py` says how ranks agree."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from project.core.agreement import STOP, Agreement, Interrupted
+from project.core.config import CheckpointConfig
+from project.core.report import interrupted_line
+from project.raw.distributed import Ranks
+
+
+class Interruption:
+    """Saves between the ends of epochs, and stops, at boundaries of the training that are the same on all ranks."""
+
+    def __init__(self, config: CheckpointConfig, ranks: Ranks) -> None:
+        self.is_first = ranks.is_first
+        self.agreement = Agreement(
+            dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore(),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            every_steps=config.every_steps,
+            every_s=60 * config.every_minutes,
+        )
+
+    def begin(self, save: Callable[[], Path | None]) -> "Interruption":
+        """Listen from now on.
+
+        Args:
+            save: Writes last.ckpt, called on all ranks; returns its path, or None where nothing is to be saved.
+        """
+        self.save, self.step = save, 0
+        self.agreement.begin()
+        return self
+
+    def after_step(self, step: int) -> None:
+        self.step = step
+        self._heed(self.agreement.after_step(step))
+
+    def before_validation(self) -> None:
+        """Once nothing of its start waits for other ranks any more."""
+        self._heed(self.agreement.before_validation())
+
+    def in_validation(self) -> None:
+        self._heed(self.agreement.in_validation())
+
+    def after_validation_batches(self) -> None:
+        """Before the ranks put their counts together."""
+        self._heed(self.agreement.after_validation_batches())
+
+    def saved(self) -> None:
+        self.agreement.saved()
+
+    def _heed(self, asked: str) -> None:
+        if not asked:
+            return
+        path = self.save()
+        if asked == STOP:
+            interrupted = Interrupted(self.agreement.signal)
+            if self.is_first:
+                sys.stderr.write(interrupted_line(str(interrupted), path, step=self.step) + "\n")
+            raise interrupted
+
+    def close(self) -> None:
+        self.agreement.close()

@@ -1,0 +1,196 @@
+"""A training that is interrupted anywhere and goes on ends with the bits of one that was not."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import project.lit.run
+import project.raw.run
+from project.core.agreement import STOP, Agreement
+from project.core.checkpoint import RECORD
+from tests.conftest import REPOSITORY, SMALL, run_module, write_images
+
+FIT = {"project.fit": project.lit.run.fit, "project.fit_raw": project.raw.run.fit}
+
+# 22 images in 6 batches of 4 and 2, in windows of 2: 3 steps an epoch, the last one over what is left. 7 validation images.
+RUN = [
+    *(*SMALL, "--config", str(REPOSITORY / "configs/digits.yaml"), "--max_epochs", "2", "--data.drop_last", "false"),
+    *("--data.global_batch_size", "8", "--trainer.accumulate_grad_batches", "2", "--data.train_size", "32"),
+    *("--data.val_resize", "32", "--data.val_size", "32", "--data.num_workers", "0"),
+    *("--model.ema_decay", "0.9", "--data.mixup_alpha", "0.2", "--model.warmup_epochs", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume") / "data"
+    for part, count in (("train", 11), ("val", 4)):
+        for k, label in enumerate(("ant", "bee")):
+            write_images(folder / part / label, count - k * (part == "val"), shade=30 + 60 * k)
+    return folder
+
+
+def what_counts(folder: Path) -> dict[str, Any]:
+    """Of the newest run's last.ckpt: all that a training has changed, but for the speeds in its rows."""
+    newest = max((folder / "runs").glob("*/checkpoints/last.ckpt"), key=lambda path: int(path.parts[-3]))
+    content = torch.load(newest, map_location="cpu", weights_only=True)
+    record = content[RECORD]
+    kept = {name: record[name] for name in ("epoch", "step", "batches", "complete", "optimizer", "schedule", "ema", "metrics")}
+    validations = [row for row in record["history"] if "val/top1" in row]
+    return {**kept, "state_dict": content["state_dict"], "validations": validations}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module", params=list(FIT))
+def module(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(module: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("whole")
+    assert FIT[module]([*RUN, "--devices", "1", "--data.root", str(data), "--trainer.default_root_dir", str(out)]) == 0
+    return what_counts(out)
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+    """From the next training on, act as if a signal had come before its n-th question; who asks is kept."""
+    answer, asked, at = Agreement._answer, [], [0]
+
+    def counting(self: Agreement) -> str:
+        asked.append(sys._getframe(1).f_code.co_name)
+        return STOP if len(asked) == at[0] else answer(self)
+
+    def interrupt(n: int) -> list[str]:
+        asked.clear()
+        at[0] = n
+        return asked
+
+    monkeypatch.setattr(Agreement, "_answer", counting)
+    return interrupt
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_E1_E2_E10_interrupted_at_every_boundary(
+    module: str, data: Path, uninterrupted: dict[str, Any], interrupt_at: Callable[[int], list[str]], tmp_path: Path
+) -> None:
+    """Steps, the last one of an epoch, the start, each batch and the end of a validation."""
+    fit, places = FIT[module], {}
+    for n in (10, *range(1, 8), 12, 15):  # the first epoch's; of the second, the last step, inside of the validation, and none
+        out = tmp_path / str(n)
+        arguments = [*RUN, "--devices", "1", "--data.root", str(data), "--trainer.default_root_dir", str(out)]
+        asked = interrupt_at(n)
+        code = fit(arguments)
+        if n == 15:
+            assert code == 0
+            break
+        assert code == 128 + signal.SIGTERM
+        places[n] = asked[-1]
+        interrupt_at(0)
+        assert fit([*arguments, "--ckpt_path", "last"]) == 0
+        assert_equal(what_counts(out), uninterrupted)
+        shutil.rmtree(out)
+    assert [places[n] for n in range(1, 8)] == ["_reach"] * 4 + ["in_validation"] * 2 + ["_reach"]
+    assert places[12] == "in_validation"
+
+
+def start(module: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    # A shell starts what it runs in the background with SIGINT ignored, which children inherit.
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), start_new_session=True, **pipes
+    )
+
+
+def wait_for(path: Callable[[], bool], process: subprocess.Popen[str], *, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not path():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a launcher has started, in the order of their ranks."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {}
+    for child in children:
+        environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        ranks.update({int(entry[5:]): int(child) for entry in environment if entry.startswith("RANK=")})
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def alive(group: int) -> bool:
+    """Whether a process of this group runs; one that has ended may still have to be waited for."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = entry.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_group) == group and state != "Z":
+            return True
+    return False
+
+
+LONG = ["--devices", "2", "--max_epochs", "8", "--data.drop_last", "true", "--checkpoint.every_steps", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("whole", ["project.fit", "project.fit_raw"])
+def test_A10_E1_E9_K3_K4_K5_ends_and_exact_resume_on_two_ranks(whole: str, data: Path, tmp_path: Path) -> None:
+    """SIGTERM to the launcher, SIGINT to one rank, SIGKILL of one: codes, last lines, no process left, and then the same bits."""
+    arguments = [*RUN, *LONG, "--data.root", data, "--trainer.default_root_dir"]
+    finished = run_module(whole, *arguments, tmp_path / "whole", timeout=150)
+    assert finished.code == 0, finished.err
+    out = tmp_path / "out"
+    arguments = [*arguments, out, "--data.num_workers", 1]
+    killed = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": 137}
+    for number, (name, code) in enumerate(killed.items()):
+        process = start(whole, *arguments, *(["--ckpt_path", "last"] if number else []))
+        try:
+            wait_for((out / f"runs/{number}/checkpoints/last.ckpt").is_file, process)
+            ranks = ranks_of(process)
+            os.kill(process.pid if name == "SIGTERM" else ranks[1], getattr(signal, name))
+            began = time.monotonic()
+            _, err = process.communicate(timeout=60)
+            seconds = time.monotonic() - began
+        finally:
+            process.kill()
+        assert process.returncode == code, err
+        assert seconds < 15
+        assert not any(alive(rank) for rank in ranks)
+        last = err.splitlines()[-1]
+        if name == "SIGKILL":
+            assert last.startswith("error: rank 1 was ended by SIGKILL"), err
+        else:
+            assert last.startswith(f"ended by {name}; --ckpt_path last goes on after step "), err
+            assert "Traceback" not in err
+    finished = run_module(whole, *arguments, "--ckpt_path", "last", timeout=150)
+    assert finished.code == 0, finished.err
+    assert "goes on after step " in finished.out
+    assert_equal(what_counts(out), what_counts(tmp_path / "whole"))
+    fewer = [*arguments, "--devices", "1", "--max_epochs", "9", "--model.lr", "0.002"]
+    finished = run_module(whole, *fewer, "--ckpt_path", "last")
+    assert finished.code == 0, finished.err
+    assert "note  2 -> 1 ranks: each step takes the same images" in finished.out
+    assert "note  changed since then, and this run's value counts: --model.lr 0.001 -> 0.002" in finished.out
+    again = run_module(whole, *fewer, "--ckpt_path", "last")
+    assert again.code == 0
+    assert "there is nothing left to train" in again.err
+    assert len(list((out / "runs").iterdir())) == 5
