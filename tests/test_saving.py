@@ -20,6 +20,7 @@ import torch
 from project.core.checkpoint import write_atomic
 from project.core.errors import WriteError
 
+torch.set_num_threads(1)  # a child of fork has no other threads
 path, chosen = Path(sys.argv[1]), random.Random(1)
 write_atomic({"number": 0, "tensor": torch.zeros(500_000)}, path)
 seen = set()
@@ -28,7 +29,7 @@ for _ in range(40):
     if not child:
         for number in range(1, 10_000):
             write_atomic({"number": number, "tensor": torch.full((500_000,), float(number))}, path)
-    time.sleep(chosen.uniform(0.005, 0.06))
+    time.sleep(chosen.uniform(0.005, 0.1))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     content = torch.load(path, weights_only=True)
