@@ -88,9 +88,10 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
 def test_E1_E2_E10_interrupted_at_every_boundary(
     module: str, data: Path, uninterrupted: dict[str, Any], interrupt_at: Callable[[int], list[str]], tmp_path: Path
 ) -> None:
-    """Steps, the last one of an epoch, the start, each batch and the end of a validation."""
+    """After steps 1 and 3 of the first epoch, at its validation's start, in it and after its batches; after the last step of all, and
+    in its validation; nowhere."""
     fit, places = FIT[module], {}
-    for n in (10, *range(1, 8), 12, 15):  # the first epoch's; of the second, the last step, inside of the validation, and none
+    for n in (1, 3, 4, 5, 7, 10, 12, 15):
         out = tmp_path / str(n)
         arguments = [*RUN, "--devices", "1", "--data.root", str(data), "--trainer.default_root_dir", str(out)]
         asked = interrupt_at(n)
@@ -104,8 +105,7 @@ def test_E1_E2_E10_interrupted_at_every_boundary(
         assert fit([*arguments, "--ckpt_path", "last"]) == 0
         assert_equal(what_counts(out), uninterrupted)
         shutil.rmtree(out)
-    assert [places[n] for n in range(1, 8)] == ["_reach"] * 4 + ["in_validation"] * 2 + ["_reach"]
-    assert places[12] == "in_validation"
+    assert [name for name, place in places.items() if place == "in_validation"] == [5, 12]
 
 
 def start(module: str, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -147,7 +147,11 @@ def alive(group: int) -> bool:
     return False
 
 
-LONG = ["--devices", "2", "--max_epochs", "8", "--data.drop_last", "true", "--checkpoint.every_steps", "2"]
+# Without an average and AdamW's second moment, whose checkpoints are twice as large
+LONG = [
+    *("--model.ema_decay", "null", "--model.optimizer", "sgd", "--devices", "2", "--max_epochs", "8"),
+    *("--data.drop_last", "true", "--checkpoint.every_steps", "2"),
+]
 
 
 @pytest.mark.slow
@@ -185,6 +189,8 @@ def test_A10_E1_E9_K3_K4_K5_ends_and_exact_resume_on_two_ranks(whole: str, data:
     assert finished.code == 0, finished.err
     assert "goes on after step " in finished.out
     assert_equal(what_counts(out), what_counts(tmp_path / "whole"))
+    if whole == "project.fit":
+        return  # what follows is decided by what both share
     fewer = [*arguments, "--devices", "1", "--max_epochs", "9", "--model.lr", "0.002"]
     finished = run_module(whole, *fewer, "--ckpt_path", "last")
     assert finished.code == 0, finished.err
