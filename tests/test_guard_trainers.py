@@ -1,14 +1,19 @@
 """The guard in our trainers changes no bit, and as a callback it works in anyone's Trainer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import project.lit.run
+import project.raw.run
 from project.core.config import GuardConfig
 from project.core.errors import UserError
+from project.guard import ReplicaError
 from project.lit.cli import ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
 from tests.conftest import SMALL, run_module
@@ -69,6 +74,26 @@ def test_the_guard_changes_no_bit(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fit", [project.lit.run.fit, project.raw.run.fit], ids=["project.fit", "project.fit_raw"])
+def test_M3_nothing_is_saved_after_a_gradient_that_is_not_finite(
+    fit: Callable[[list[str]], int], make_data: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = nn.CrossEntropyLoss.forward, []
+
+    def nan_at_the_fourth(self: nn.CrossEntropyLoss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return forward(self, logits, target) * (float("nan") if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", nan_at_the_fourth)
+    flags = [*SMALL, "--config", "configs/digits.yaml", "--devices", "1", "--max_epochs", "1", "--data.num_workers", "0"]
+    flags += ["--data.root", str(make_data(train=48, val=6)), "--data.global_batch_size", "8", "--checkpoint.every_steps", "1"]
+    with pytest.raises(ReplicaError, match="a gradient of step 4 is NaN or infinite"):
+        fit([*flags, "--trainer.default_root_dir", str(tmp_path)])
+    saved = torch.load(tmp_path / "runs/0/checkpoints/last.ckpt", map_location="cpu", weights_only=True)
+    assert saved["lockstep"]["step"] == 3
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())
+
+
 def test_the_callback_in_a_trainer_of_ones_own(tmp_path: Path) -> None:
     jobs = [
         {"name": name, "text": f"NUDGED = {name == 'nudged'}\n{CALLBACK}", "env": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}}

@@ -1,6 +1,7 @@
 """Bad input: one message that names the flag, the numbers and the remedy, before any rank is started."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,7 +122,27 @@ def test_E3_E6_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_
     (tmp_path / "empty.ckpt").write_bytes(b"")
     assert "no checkpoint of a training run" in refused("--ckpt_path", "foreign.ckpt")
     for name in ("cut.ckpt", "empty.ckpt"):
-        assert re.search(rf"{name} \([\d,]+ bytes\) is damaged", refused("--ckpt_path", name))
+        message = refused("--ckpt_path", name)
+        assert re.search(rf"{name} \([\d,]+ bytes\) is damaged", message)
+        assert "newest whole" not in message
+    torch.save({"lockstep": {}}, tmp_path / "ours.ckpt")
+    assert refused("--ckpt_path", "cut.ckpt").endswith("The newest whole checkpoint beside it is ours.ckpt.")
+
+
+def test_E8_last_or_best_without_any(refused: Callable[..., str], tmp_path: Path) -> None:
+    for name in ("last", "best"):
+        assert refused("--ckpt_path", name).startswith(
+            f"--ckpt_path {name}: there is no checkpoint below runs. Leave the flag out"
+        )
+
+
+def test_shared_memory_that_is_too_small(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage
+    free = type("Usage", (), {"free": 1_000_000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free if str(path) == "/dev/shm" else usage(path))
+    message = refused("--devices", 2, "--data.num_workers", 3)
+    assert message.startswith("/dev/shm has 1 MB free, and 2 ranks x 3 loader processes need about 1 MB in it.\n")
+    assert "--data.num_workers" in message
 
 
 @pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])

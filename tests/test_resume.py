@@ -88,8 +88,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
 def test_E1_E2_E10_interrupted_at_every_boundary(
     module: str, data: Path, uninterrupted: dict[str, Any], interrupt_at: Callable[[int], list[str]], tmp_path: Path
 ) -> None:
-    """After steps 1 and 3 of the first epoch, at its validation's start, in it and after its batches; after the last step of all, and
-    in its validation; nowhere."""
+    """Steps 1 and 3 of the first epoch; its validation's start, a batch, the end; the last step, inside that validation; none."""
     fit, places = FIT[module], {}
     for n in (1, 3, 4, 5, 7, 10, 12, 15):
         out = tmp_path / str(n)

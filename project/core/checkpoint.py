@@ -100,4 +100,12 @@ def newest_whole(path: Path) -> Path | None:
     """The checkpoint beside another one, or in the runs beside its run, that was written last and is complete."""
     found = [*path.parent.glob("*.ckpt"), *path.parent.parent.parent.glob("*/checkpoints/*.ckpt")]
     others = sorted({each for each in found if each != path}, key=lambda each: each.stat().st_mtime, reverse=True)
-    return next((each for each in others if zipfile.is_zipfile(each)), None)
+    return next((each for each in others if _is_whole(each)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a complete archive, as torch.save writes, of ours; its tensors are not read."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") and RECORD.encode() in archive.read(name) for name in archive.namelist())

@@ -621,6 +621,7 @@ class ReplicaGuard:
             self.module.register_forward_pre_hook(_Hook(self._before_module)),
             self.module.register_forward_hook(_Hook(self._after_module)),
             *(optimizer.register_step_pre_hook(_Hook(self._before_update)) for optimizer in self.optimizers),
+            *(optimizer.register_step_post_hook(_Hook(self._after_update)) for optimizer in self.optimizers),
         ]
         if self.wrapper is not self.module:
             self._handles.append(self.wrapper.register_forward_pre_hook(_Hook(self._before_wrapper)))
@@ -640,8 +641,11 @@ class ReplicaGuard:
         if module.training and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
             self._mark(1, torch.isfinite(output.detach()).all())
 
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_update(self, *_: Any) -> None:
         self._set_phase("optimizer step")
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Not before it: with a closure, as Lightning has one, the gradients would still be those of the step before."""
         if getattr(optimizer, "found_inf", None) is not None:  # a GradScaler skips such a step on the device
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
