@@ -14,7 +14,7 @@ rank = int(os.environ["RANK"])
 
 def main() -> int:
     behaviour = sys.argv[1]
-    seen = [str(rank), *(os.environ[name] for name in ("WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"))]
+    seen = [str(rank), *(os.environ[name] for name in ("WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS", "MASTER_ADDR"))]
     os.write(1, f"{' '.join(seen)}\n".encode())  # at once: the ranks share a stream
     if behaviour == "fail-on-1":
         if rank == 1:
@@ -36,6 +36,10 @@ def main() -> int:
     if behaviour == "stopped-by-1":  # one ends at once, the other after a checkpoint that takes longer than a failure may
         time.sleep(4 * (1 - rank))
         return 143
+    if behaviour == "stop-1-early":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(15)
     if behaviour == "wait":
         time.sleep(60)
     if behaviour == "deaf":

@@ -75,9 +75,10 @@ def test_A10_the_first_reason_is_said_last(behaviour: str, code: int, last: str)
 
 
 def test_K7_stale_ranks_of_another_launch_are_replaced() -> None:
-    process = start("end", RANK="5", LOCAL_RANK="5", WORLD_SIZE="9")
+    process = start("end", RANK="5", LOCAL_RANK="5", WORLD_SIZE="9", MASTER_ADDR="10.1.2.3")
     out, _ = process.communicate(timeout=30)
     assert {line.split()[1] for line in out.splitlines()} == {"2"}
+    assert {line.split()[4] for line in out.splitlines()} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(("number", "behaviour"), [(signal.SIGTERM, "wait"), (signal.SIGINT, "wait"), (signal.SIGTERM, "deaf")])
@@ -109,6 +110,13 @@ def test_K3_a_second_interrupt_ends_at_once() -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert time.monotonic() - began < 2
     assert "no checkpoint was written" in err
+
+
+def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None:
+    process = start("stop-1-early")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err == "ended by SIGTERM before the first step\n"
 
 
 def test_K4_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:

@@ -1,6 +1,7 @@
 """Bad input: one message that names the flag, the numbers and the remedy, before any rank is started."""
 
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,11 @@ def test_E8_last_or_best_without_any(refused: Callable[..., str], tmp_path: Path
         assert refused("--ckpt_path", name).startswith(
             f"--ckpt_path {name}: there is no checkpoint below runs. Leave the flag out"
         )
+
+
+def test_too_few_open_files(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    assert refused("--data.num_workers", 2).startswith("ulimit -n 40 allows too few open files for 2 loader processes per rank")
 
 
 def test_shared_memory_that_is_too_small(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

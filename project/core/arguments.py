@@ -1,5 +1,6 @@
 """What both command lines do with their arguments before and after they are parsed."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def follow_launcher(trainer: Any) -> None:
         trainer: The `trainer` part of the parsed configuration; its devices, num_nodes and strategy are filled in.
     """
     world_size, local = world_of_launcher()
+    name = "WORLD_SIZE of torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_NTASKS, in a step of srun"
     if trainer.devices == "auto":
         trainer.devices = local
     if trainer.num_nodes == 1:
@@ -113,5 +115,5 @@ def follow_launcher(trainer: Any) -> None:
     if str(trainer.devices).isdigit() and int(trainer.devices) * trainer.num_nodes != world_size:
         raise UserError(
             f"--devices {trainer.devices} x --num_nodes {trainer.num_nodes} is not the {world_size} processes that "
-            "the launcher has started: give both the same number, or leave --devices out."
+            f"the launcher has started ({name}): give both the same number, or leave --devices out."
         )

@@ -2,8 +2,10 @@
 
 import os
 import pickle
+import shutil
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,35 @@ def write_atomic(content: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         WriteError: the disk is full, nothing may be written there, and the like; the old file is as it was.
     """
-    target = Path(path)
+    _write(Path(path), lambda file: torch.save(content, file))
+
+
+def copy_atomic(source: Path, path: str | os.PathLike[str]) -> None:
+    """The same for a copy of a file.
+
+    Raises:
+        WriteError: as write_atomic.
+    """
+    with source.open("rb") as original:
+        _write(Path(path), lambda file: shutil.copyfileobj(original, file))
+
+
+def _write(target: Path, write: Callable[[Any], Any]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(f".{target.name}.*"):
             left.unlink()
-        _write_and_rename(content, target)
+        _write_and_rename(target, write)
     except (OSError, RuntimeError) as error:  # of a full disk torch.save makes a RuntimeError of its own
         reason = next((e.strerror for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), error)
         kept = "; the file that was there before is whole" if target.is_file() else ""
         raise WriteError(f"cannot write {target}: {reason}{kept}") from error
 
 
-def _write_and_rename(content: Any, target: Path) -> None:
+def _write_and_rename(target: Path, write: Callable[[Any], Any]) -> None:
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
         try:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)

@@ -12,6 +12,7 @@ from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import NothingToDo, UserError
 from project.core.index import Splits
+from project.core.launch import most_open_files
 from project.core.model import last_map_size, new_model
 from project.core.optim import check_schedule, decay_groups
 from project.core.plan import BatchPlan, count_epochs, loader_workers
@@ -19,6 +20,8 @@ from project.core.transforms import check_growth
 from project.core.weights import match_weights
 
 _PREFETCHED = 2  # batches per loader process, DataLoader's default
+_OPEN_FILES = 100  # of a rank: libraries, sockets, logs
+_OPEN_FILES_OF_A_LOADER = 20  # its pipes, and the tensors of the batches that wait
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 
@@ -95,6 +98,17 @@ def check_shared_memory(plan: BatchPlan, data: DataConfig, *, local_ranks: int) 
             f"/dev/shm has {free / 1e6:,.0f} MB free, and {local_ranks} ranks x {workers} loader processes need about "
             f"{waiting / 1e6:,.0f} MB in it.\nGive a smaller --data.num_workers (0 needs none), or the container more "
             "(docker run --shm-size)."
+        )
+
+
+def check_open_files(data: DataConfig, *, local_ranks: int) -> None:
+    """A loader process that may open no more files stops handing batches over, and its trainer would wait."""
+    workers = loader_workers(data.num_workers, local_ranks=local_ranks)
+    needed = _OPEN_FILES + workers * _OPEN_FILES_OF_A_LOADER
+    if workers and most_open_files() < needed:
+        raise UserError(
+            f"ulimit -n {most_open_files():.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}.\n"
+            "Raise it (ulimit -Hn), or give --data.num_workers 0."
         )
 
 

@@ -111,7 +111,7 @@ def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, thr
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         environment = {
             **os.environ,
-            "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1") if num_nodes > 1 else "127.0.0.1",
             "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
             "NODE_RANK": str(node),
             "WORLD_SIZE": str(ranks * num_nodes),
@@ -301,17 +301,26 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return found
 
 
+def most_open_files() -> float:
+    """How many files this user may have open at once in a process."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if resource else -1
+    return most if most >= 0 else math.inf
+
+
 def _allow_open_files() -> None:
     """Loader processes hand their batches over as open files: take as many as this user may have."""
     if resource:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        enough = 65536 if most == resource.RLIM_INFINITY else most
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(most_open_files(), 65536)), most))
 
 
 def end_at_once(number: int, frame: object) -> None:
-    if is_first_rank():
-        os.write(2, f"ended by {signal.Signals(number).name} before the first step\n".encode())
+    """What a signal does to a rank until the training listens; our launcher then ends the others, and says it once."""
+    text = f"ended by {signal.Signals(number).name} before the first step\n"
+    if started_by_us():
+        _write(Path(os.environ[_ERROR_FILE]), text, 128 + number)
+    elif is_first_rank():
+        os.write(2, text.encode())
     os._exit(128 + number)
 
 

@@ -1,7 +1,6 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
 import itertools
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from project.core.checkpoint import RECORD, write_atomic
+from project.core.checkpoint import RECORD, copy_atomic, write_atomic
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
@@ -77,8 +76,7 @@ class Best(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self.inherited is not None and trainer.is_global_zero:
-            Path(self.best_model_path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(self.inherited, self.best_model_path)
+            copy_atomic(self.inherited, self.best_model_path)
 
 
 class Record(Callback):

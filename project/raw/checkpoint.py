@@ -1,6 +1,5 @@
 """Replaces ModelCheckpoint and Lightning's loop state: what a checkpoint holds, and how a training goes on from it."""
 
-import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from torch import optim
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from project.core.checkpoint import RECORD
+from project.core.checkpoint import RECORD, copy_atomic
 from project.core.ema import EMA
 from project.core.optim import follow_recipe, recipe_of
 from project.raw.data import ImageFolders
@@ -107,6 +106,5 @@ def inherit_best(best: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not best or not Path(best["path"]).is_file():
         return {}
     own = folder / "checkpoints" / "best.ckpt"
-    own.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(best["path"], own)
+    copy_atomic(Path(best["path"]), own)
     return {"path": str(own), "top1": best["top1"]}
