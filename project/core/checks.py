@@ -105,10 +105,11 @@ def check_open_files(data: DataConfig, *, local_ranks: int) -> None:
     """A loader process that may open no more files stops handing batches over, and its trainer would wait."""
     workers = loader_workers(data.num_workers, local_ranks=local_ranks)
     needed = _OPEN_FILES + workers * _OPEN_FILES_OF_A_LOADER
-    if workers and most_open_files() < needed:
+    most = most_open_files()
+    if workers and most < needed:
         raise UserError(
-            f"ulimit -n {most_open_files():.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}.\n"
-            "Raise it (ulimit -Hn), or give --data.num_workers 0."
+            f"ulimit -n {most:.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}."
+            "\nRaise it (ulimit -Hn), or give --data.num_workers 0."
         )
 
 
