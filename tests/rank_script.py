@@ -36,6 +36,10 @@ def main() -> int:
     if behaviour == "stopped-by-1":  # one ends at once, the other after a checkpoint that takes longer than a failure may
         time.sleep(4 * (1 - rank))
         return 143
+    if behaviour == "dies-of-signal":  # while it saves, say
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL))
+        os.write(1, seen[0].encode() + b" listens\n")
+        time.sleep(60)
     if behaviour == "stop-1-early":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -112,6 +112,17 @@ def test_K3_a_second_interrupt_ends_at_once() -> None:
     assert "no checkpoint was written" in err
 
 
+def test_K4_a_rank_that_dies_after_a_signal_is_named() -> None:
+    process = start("dies-of-signal")
+    assert process.stdout is not None
+    for _ in range(4):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert err == "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"
+
+
 def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None:
     process = start("stop-1-early")
     _, err = process.communicate(timeout=20)

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from project.core.launch import SIGNALS, TWICE_S
+
 _POLL_S = 0.1
 _PATIENCE_S = 60.0  # for the places of the other ranks; without them the training goes on, and fails if they are gone
 _DONE = 2**62  # the place of a rank that has finished
@@ -63,7 +65,7 @@ class Agreement:
 
     def begin(self) -> None:
         """Listen to signals, and to the other ranks. From the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         self._thread.start()
 
@@ -116,14 +118,15 @@ class Agreement:
             return ""
         if not self._decided.wait(_PATIENCE_S) or self._place < self._at:
             return ""
+        asked = self._kind.partition(" ")[0]
         with self._lock:
             self._round, self._asked = self._round + 1, False
             self._decided.clear()
-        return self._kind.partition(" ")[0]
+        return asked
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._signal and number == signal.SIGINT and now - self._signalled_at > 0.5:
+        if self._signal and number == signal.SIGINT and now - self._signalled_at > TWICE_S:
             os._exit(128 + number)  # a second Ctrl-C; a terminal may send one signal to a process twice
         self._signal, self._signalled_at = self._signal or number, self._signalled_at or now
 

@@ -31,9 +31,9 @@ _ALIVE = "LOCKSTEP_ALIVE_FD"  # a pipe that closes when the launcher ends; its p
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name, so that a rank reports to either in the same way
 _GRACE_S = 3.0  # for the other ranks, after one has failed
 _SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30
-_TWICE_S = 0.5  # after which a second SIGINT is a person's, who does not want to wait
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ORDERLY = {128 + number for number in _SIGNALS}  # exit codes of ranks that a signal has stopped, after a checkpoint
+TWICE_S = 0.5  # after which a second SIGINT is a person's, who does not want to wait
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ORDERLY = {128 + number for number in SIGNALS}  # exit codes of ranks that a signal has stopped, after a checkpoint
 _INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
 
 
@@ -120,7 +120,7 @@ def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, thr
             _ALIVE: str(read_end),
         }
         received: list[tuple[int, float]] = []
-        before = {number: signal.signal(number, lambda n, _: received.append((n, time.monotonic()))) for number in _SIGNALS}
+        before = {number: signal.signal(number, lambda n, _: received.append((n, time.monotonic()))) for number in SIGNALS}
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for local_rank in range(ranks):
@@ -156,7 +156,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], received: list[tuple[int, fl
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
         for number, when in received[forwarded:]:
-            if number == signal.SIGINT and when - received[0][1] > _TWICE_S:
+            if number == signal.SIGINT and when - received[0][1] > TWICE_S:
                 return
             for process in processes:
                 if process.poll() is None:
@@ -197,7 +197,7 @@ def _report(ended: list[int | None], folder: Path, *, first: int, number: int | 
     if number is None and ended[0] in _ORDERLY and len(set(ended)) == 1:  # a rank received it
         number = ended[0] - 128
     records = _records(folder)
-    if number is not None and not records:
+    if number is not None and not records and set(ended) <= {None, 0, -number, *_ORDERLY}:  # else something failed besides
         late = [str(first + local_rank) for local_rank, code in enumerate(ended) if code is None]
         if late:
             name, which = signal.Signals(number).name, f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(late)}"
@@ -330,7 +330,7 @@ def run_command(command: Callable[[], int]) -> None:
         _end_with_launcher()
     _allow_open_files()
     if _is_rank():
-        for number in _SIGNALS:  # until the training listens to them
+        for number in SIGNALS:  # until the training listens to them
             signal.signal(number, end_at_once)
     try:
         code = command()
