@@ -204,6 +204,8 @@ def test_A10_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_i
     assert "Traceback" not in finished.err
     [line] = [line for line in finished.err.splitlines()[-2:] if str(bad_image) in line]
     assert re.match(r"error: rank [01]: cannot read the image ", line)
+    kept = [file.read_text() for file in (tmp_path / "out/runs/0/errors").glob("rank-*.json")]
+    assert any("cannot read the image" in text for text in kept)
 
 
 @pytest.mark.slow
