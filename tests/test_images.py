@@ -8,10 +8,14 @@ import pytest
 import torch
 from PIL import Image
 from torchvision.models import ResNet50_Weights
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
 
+from project.core.config import DataConfig
 from project.core.errors import BadImageError
-from project.core.images import read_image
-from project.core.transforms import Normalize, val_transform
+from project.core.images import read_image, read_pixels
+from project.core.seed import seeded
+from project.core.transforms import Normalize, TrainTransform, val_transform
 from tests.conftest import PHOTOS
 
 RGB = np.dstack([np.full((8, 8), value, dtype=np.uint8) for value in (200, 100, 50)])
@@ -25,6 +29,7 @@ def save(path: Path, image: Image.Image, **options: object) -> str:
 def centre(path: str) -> list[int]:
     image = read_image(path)
     assert (image.mode, image.size) == ("RGB", (8, 8))
+    assert torch.equal(read_pixels(path), pil_to_tensor(image))
     return list(image.getpixel((4, 4)))
 
 
@@ -59,6 +64,11 @@ def test_transparent_palette_and_bad_exif_give_no_warning(tmp_path: Path) -> Non
         warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # what the module installs
         centre(str(tmp_path / "palette.png"))
         centre(str(tmp_path / "exif.jpg"))
+    turned = Image.Exif()
+    turned[274] = 6
+    path = save(tmp_path / "turned.jpg", Image.fromarray(RGB[:4]), exif=turned)
+    assert read_image(path).size == (8, 4)  # not turned, as in torchvision
+    assert torch.equal(read_pixels(path), pil_to_tensor(read_image(path)))
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -73,6 +83,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadImageError, match=name):
             read_image(str(tmp_path / name))
+        with pytest.raises(BadImageError, match=name):
+            read_pixels(str(tmp_path / name))
     with pytest.raises(BadImageError, match=r"missing\.jpg"):
         read_image(str(tmp_path / "missing.jpg"))
 
@@ -83,3 +95,15 @@ def test_validation_pixels_are_those_of_torchvisions_preset() -> None:
     for path in sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:10]:
         ours = Normalize()(val_transform(val_resize=256, val_size=224)(read_image(str(path)))[None])[0]
         torch.testing.assert_close(ours, preset(Image.open(path).convert("RGB")), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
+def test_training_pixels_are_those_of_torchvisions_transforms_on_pillows_image() -> None:
+    """To the bit: how they are decoded and resized is faster, and nothing else."""
+    ours = TrainTransform(DataConfig(), epochs=1)
+    theirs = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
+    for number, path in enumerate(sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:40]):
+        with seeded(number):
+            pixels = ours(read_pixels(str(path)), 0)
+        with seeded(number):
+            assert torch.equal(pixels, theirs(read_image(str(path))))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from project.core.errors import BadImageError
-from project.core.images import read_image
+from project.core.images import read_image, read_pixels
 from project.core.index import ImageIndex
 from project.core.seed import mix, seeded
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class TrainImages(Dataset[Sample]):
     """Augmented images. Each depends on (seed, epoch, sample) alone: not on rank, worker, or what was loaded before."""
 
-    def __init__(self, index: ImageIndex, transform: Callable[[Image.Image, int], Tensor], *, seed: int, skip_bad: bool) -> None:
+    def __init__(self, index: ImageIndex, transform: Callable[[Tensor, int], Tensor], *, seed: int, skip_bad: bool) -> None:
         self.index, self.transform, self.seed, self.skip_bad = index, transform, seed, skip_bad
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class TrainImages(Dataset[Sample]):
         The epoch comes with the number, so that loader processes that outlive an epoch cannot miss the next one.
         """
         epoch, i = key
-        image, used = _read(self.index, i, skip_bad=self.skip_bad)
+        image, used = _read(read_pixels, self.index, i, skip_bad=self.skip_bad)
         with seeded(mix(self.seed, epoch, i)):
             pixels = self.transform(image, epoch)
         return pixels, int(self.index.targets[used]), i if used == i else ~i
@@ -55,17 +55,17 @@ class ValImages(Dataset[Sample]):
     def __getitem__(self, key: tuple[int, bool]) -> Sample:
         """uint8 [3, h, w], its target or IGNORE, and its number in the index; ~number where another took its place."""
         i, counts = key
-        image, used = _read(self.index, i, skip_bad=self.skip_bad)
+        image, used = _read(read_image, self.index, i, skip_bad=self.skip_bad)
         counts = counts and used == i
         return self.transform(image), int(self.index.targets[i]) if counts else IGNORE, i if used == i else ~i
 
 
-def _read(index: ImageIndex, i: int, *, skip_bad: bool) -> tuple[Image.Image, int]:
+def _read(read: Callable[[str], T], index: ImageIndex, i: int, *, skip_bad: bool) -> tuple[T, int]:
     """Image i, or with skip_bad the next readable one: the same for every rank and run."""
     for step in range(len(index)):
         used = (i + step) % len(index)
         try:
-            return read_image(index.path(used)), used
+            return read(index.path(used)), used
         except BadImageError:
             if not skip_bad:
                 raise
@@ -152,9 +152,13 @@ class ResumableLoader(DataLoader[T]):
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 [n, 3, h, w], int64 [n] targets, int64 [n] sample numbers."""
+    """uint8 [n, 3, h, w], int64 [n] targets, int64 [n] sample numbers.
+
+    The images lie in memory as [n, h, w, 3], as decoders and resizing leave them: copied without a transposition.
+    """
     images, targets, numbers = zip(*samples, strict=True)
-    return torch.stack(images), torch.tensor(targets), torch.tensor(numbers)
+    pixels = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    return pixels, torch.tensor(targets), torch.tensor(numbers)
 
 
 def numbers_of(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -2,7 +2,11 @@
 
 import warnings
 
+import simplejpeg
+import torch
 from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from project.core.errors import BadImageError
 
@@ -34,3 +38,22 @@ def read_image(path: str) -> Image.Image:
             f"cannot read the image {path}: {error}\n"
             "Repair or remove the file, or replace unreadable images as they come: --data.on_bad_image skip"
         ) from error
+
+
+def read_pixels(path: str) -> Tensor:
+    """The pixels of `read_image`, uint8 [3, h, w], in memory as [h, w, 3].
+
+    JPEG files are decoded by simplejpeg: by libjpeg-turbo as in Pillow, without Pillow's copies. All others are Pillow's,
+    and so are files with a defect and CMYK, which differ in a few levels.
+
+    Raises:
+        BadImageError: as `read_image`.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        if simplejpeg.decode_jpeg_header(data)[2] in ("YCbCr", "Gray", "RGB"):
+            return torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1)
+    except (OSError, ValueError):  # missing, no JPEG, cut off
+        pass  # or read_image says why
+    return pil_to_tensor(read_image(path))
