@@ -31,7 +31,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Settings
     root = small_digits(tmp_path_factory.mktemp("matrix") / "images")
     found = {}
     for row in MATRIX:
-        settings = parse_raw(expand([*row.flags, "--data.root", str(root)], default_config=True))
+        settings = parse_raw(expand([*row.flags, "--data.root", str(root)], train=True))
         world_size = int(settings.trainer.devices)
         found[row.name] = (
             settings,

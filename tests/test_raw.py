@@ -302,8 +302,8 @@ def test_each_reads_the_others_config(lit: Path, raw: Path, launched: list[list[
     assert project.raw.run.fit(["--config", str(config)]) == 0
     assert project.lit.run.fit(["--config", str(raw / "config.yaml")]) == 0
     assert [call[0] for call in launched] == ["project.fit_raw", "project.fit"]
-    ours = parse(expand(["--config", str(config)], default_config=True))
-    theirs = parse(expand(["--config", str(raw / "config.yaml")], default_config=True))
+    ours = parse(expand(["--config", str(config)], train=True))
+    theirs = parse(expand(["--config", str(raw / "config.yaml")], train=True))
     for part in ("model", "data", "seed"):
         assert getattr(ours, part) == getattr(theirs, part)
 

@@ -35,7 +35,7 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     if module == "project.fit":
-        arguments = expand([*arguments, "--print_config"], default_config=True)
+        arguments = expand([*arguments, "--print_config"], train=True)
         with pytest.raises(SystemExit) as ended:
             TrainCLI(arguments)
         assert ended.value.code == 0
@@ -48,14 +48,14 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
             assert choose(own.matrix)
         if not own.runs:
             with pytest.raises(SystemExit):
-                parse(expand([*others, "--print_config"], default_config=True))
+                parse(expand([*others, "--print_config"], train=True))
     elif module == "project.fit_raw":
         with pytest.raises(SystemExit) as ended:
-            parse(expand([*arguments, "--print_config"], default_config=True))
+            parse(expand([*arguments, "--print_config"], train=True))
         assert ended.value.code == 0
     elif module == "project.validate":
         with pytest.raises(SystemExit) as ended:
-            ValidateCLI(expand([*arguments, "--print_config"], default_config=False))
+            ValidateCLI(expand([*arguments, "--print_config"], train=False))
         assert ended.value.code == 0
     else:
         program = {"project.predict": project.predict, "project.export": project.export}[module]

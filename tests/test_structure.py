@@ -74,7 +74,7 @@ def test_light_commands_load_no_lightning() -> None:
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_configs_parse(config: Path) -> None:
-    cli = TrainCLI(expand(["--config", str(config), "--data.root", "digits", "--devices", "1"], default_config=True))
+    cli = TrainCLI(expand(["--config", str(config), "--data.root", "digits", "--devices", "1"], train=True))
     assert cli.config.seed_everything == 1
     header = config.read_text().split("\n\n")[0]
     for word in ("Command:", "Hardware:", "Cost:", "Expected:", "per-rank batch"):

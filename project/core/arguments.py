@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from project.core.config import CONFIGS, DIGITS
+from project.core.device import fast_layout, fast_precision, find_device
 from project.core.errors import UserError
 from project.core.launch import started_by_others, world_of_launcher
 from project.core.run_folder import RUNS, newest_checkpoint
@@ -25,11 +26,11 @@ def flag_value(arguments: list[str], flag: str) -> str | None:
     return found
 
 
-def expand(arguments: list[str], *, default_config: bool) -> list[str]:
+def expand(arguments: list[str], *, train: bool) -> list[str]:
     """The command line as the parsers take it.
 
-    Short flags become `--trainer.*`; files come first, so that a flag wins wherever it stands; without a file the
-    digits' or ImageNet's recipe is used; a seed that is to be drawn is drawn here, once for all ranks.
+    Short flags become `--trainer.*`; files come first, so that a flag wins wherever it stands. To train, the digits' or
+    ImageNet's recipe is used where no file is given, and precision and layout follow the hardware where nothing decides them.
     """
     files, flags, printing = [], [], []
     rest = iter(arguments)
@@ -43,26 +44,47 @@ def expand(arguments: list[str], *, default_config: bool) -> list[str]:
             flags.append(f"--trainer.{name[2:]}{equals}{value}")
         else:
             flags.append(argument)
-    if default_config and not files:
+    if train and not files:
         recipe = "digits" if flag_value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
         files = ["--config", str(CONFIGS / f"{recipe}.yaml")]
         if recipe == "digits" and flag_value(flags, "--data.root") is None:
             flags = ["--data.root", DIGITS, *flags]
-    return [*files, *flags, *printing]
+    return [*files, *(_follow_hardware(read_yaml(files), flags) if train else flags), *printing]
 
 
-def check_yaml(arguments: list[str]) -> None:
-    """Name the file that is no YAML, which the parser's message does not."""
+def _follow_hardware(given: list[dict[str, Any]], flags: list[str]) -> list[str]:
+    """The flags, with those of precision and layout that neither they nor the files name, for this machine's device."""
+
+    def find(group: str, name: str) -> Any:
+        found = flag_value(flags, f"--{group}.{name}")
+        for content in reversed(given if found is None else []):
+            values = content.get(group)
+            if isinstance(values, dict) and values.get(name) is not None:
+                return values[name]
+        return found
+
+    device = find_device(str(find("trainer", "accelerator") or "auto"))
+    decided = {"trainer.precision": fast_precision(device), "model.channels_last": str(fast_layout(device)).lower()}
+    for name, value in decided.items():
+        if find(*name.split(".")) is None:
+            flags = [*flags, f"--{name}", value]
+    return flags
+
+
+def read_yaml(arguments: list[str]) -> list[dict[str, Any]]:
+    """What the --config files hold; names the one that is no YAML, which the parser's message does not."""
+    contents = []
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("-c", "--config"):
             path = Path(value if equals else "".join(arguments[position + 1 : position + 2])).expanduser()
             if path.is_file():
                 try:
-                    yaml.safe_load(path.read_text())
+                    contents.append(yaml.safe_load(path.read_text()))
                 except (yaml.YAMLError, UnicodeDecodeError) as error:
                     reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
                     raise UserError(f"--config {path} is no valid YAML: {reason}") from error
+    return [content for content in contents if isinstance(content, dict)]
 
 
 def shorten(message: str) -> str:

@@ -1,6 +1,28 @@
-"""What makes float32 faster on a GPU and changes its last bits: the same in both trainers, and off where bits matter."""
+"""What follows from the device: which one it is, the precision and layout that it is fast in, and how float32 is computed."""
 
 import torch
+
+
+def find_device(accelerator: str) -> str:
+    """The device type that Lightning would take for `trainer.accelerator`."""
+    if accelerator in ("auto", "mps", "gpu") and torch.backends.mps.is_available():
+        return "mps"
+    return "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"
+
+
+def fast_precision(device_type: str) -> str:
+    """bf16-mixed where the device has instructions for bfloat16, else 32-true: elsewhere it is emulated, and slower."""
+    if device_type == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+    if device_type == "cpu":
+        has = torch.cpu.get_capabilities()
+        return "bf16-mixed" if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else "32-true"
+    return "32-true"
+
+
+def fast_layout(device_type: str) -> bool:
+    """Whether convolutions are faster on [n, h, w, c]: on CPUs, and on GPUs with tensor cores."""
+    return device_type == "cpu" or (device_type == "cuda" and torch.cuda.get_device_capability() >= (7, 0))
 
 
 def tune(device_type: str, *, deterministic: bool, benchmark: bool | None) -> list[str]:

@@ -45,7 +45,7 @@ def _say(lines: list[str]) -> None:
 
 def fit(arguments: list[str]) -> int:
     quiet()
-    cli = TrainCLI(expand(arguments, default_config=True))
+    cli = TrainCLI(expand(arguments, train=True))
     if not started_by_us():
         check_record_folder(cli.record)
         splits = load_splits(cli.datamodule.config)
@@ -85,7 +85,7 @@ def fit(arguments: list[str]) -> int:
 
 def validate(arguments: list[str]) -> int:
     quiet()
-    expanded = expand(arguments, default_config=False)
+    expanded = expand(arguments, train=False)
     if {"-h", "--help"} & set(expanded):
         ValidateCLI(expanded)  # prints and exits
     record, defaults = _describe(flag_value(expanded, "--ckpt_path"), flag_value(expanded, "--weights"))

@@ -8,9 +8,10 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from project.core.arguments import check_yaml, decide_seed, find_checkpoint, follow_launcher, shorten
+from project.core.arguments import decide_seed, find_checkpoint, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
+from project.core.device import find_device
 from project.core.errors import UserError
 from project.core.launch import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
@@ -209,20 +210,13 @@ def _check_numbers(trainer: Namespace) -> None:
             raise UserError(f"--trainer.{name} {value}: give a number of batches, or a share from 0.0 to 1.0.")
 
 
-def find_accelerator(accelerator: str) -> str:
-    """The device type that Lightning would take."""
-    if accelerator in ("auto", "mps", "gpu") and torch.backends.mps.is_available():
-        return "mps"
-    return "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"
-
-
 def parse(arguments: list[str]) -> Settings:
     """The settings of a run, complete: the seed drawn, devices counted, `last` found.
 
     Raises:
         UserError: whatever cannot work, or is not implemented.
     """
-    check_yaml(arguments)
+    read_yaml(arguments)
     parser = _parser()
     config = parser.parse_args(arguments)
     config.pop("config", None)
@@ -238,7 +232,7 @@ def parse(arguments: list[str]) -> Settings:
         follow_launcher(trainer)
     check_devices(trainer)
     config.ckpt_path = find_checkpoint(config.ckpt_path, root=trainer.default_root_dir)
-    trainer.accelerator = find_accelerator(trainer.accelerator)
+    trainer.accelerator = find_device(trainer.accelerator)
     counted = torch.cuda.device_count() if trainer.accelerator == "cuda" else 1
     trainer.devices = counted if trainer.devices == "auto" else int(trainer.devices)
     trainer.precision = PRECISIONS[trainer.precision]

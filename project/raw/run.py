@@ -32,7 +32,7 @@ from project.raw.trainer import Trainer
 
 
 def fit(arguments: list[str]) -> int:
-    settings = parse(expand(arguments, default_config=True))
+    settings = parse(expand(arguments, train=True))
     trainer = settings.trainer
     ranks = int(trainer.devices)
     if not started_by_us():
