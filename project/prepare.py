@@ -15,7 +15,6 @@ from project.core.launch import SIGNALS, run_command
 from project.core.plan import available_cores
 from project.core.preparation import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
 from project.core.prepared import RECORD, Settings
-from project.core.progress import LINE_EVERY_S
 from project.core.sources import find_source
 
 _SHOWN = 20  # images that were left out, on the terminal; the record names all
@@ -37,7 +36,7 @@ def _end(number: int, frame: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def main(line_every_s: float = LINE_EVERY_S) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m project.prepare",
         description=__doc__,
@@ -91,7 +90,7 @@ def main(line_every_s: float = LINE_EVERY_S) -> int:
     for number in SIGNALS:
         signal.signal(number, _end)
     try:
-        seconds = preparation.run(workers=options.workers, line_every_s=line_every_s)
+        seconds = preparation.run(workers=options.workers)
     except KeyboardInterrupt as ended:
         number = ended.args[0]
         sys.stderr.write(f"ended by {signal.Signals(number).name} with {preparation.images:,} images done; ")

@@ -44,6 +44,9 @@ def members(tar: Path, part: Member | None = None) -> Iterator[Member]:
                 if entry.isfile():
                     yield Member(entry.name.removeprefix("./"), entry.offset_data, entry.size)
                 archive.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
+            file.seek(archive.offset)
+            if entry is None and file.read(512) != bytes(512):  # tarfile takes a broken header for the end
+                raise tarfile.ReadError("unexpected end of data")
         except tarfile.TarError as error:
             raise UserError(f"{shown} is damaged or not complete ({error}): download it again.") from error
 

@@ -17,7 +17,7 @@ from project.core.decode import UNREADABLE
 from project.core.errors import NothingToDo, UserError
 from project.core.prepare import Outcome, prepare_image, prepare_items, read_item
 from project.core.prepared import BEGUN, PARTIAL, RECORD, Settings, command, load_json, write_json
-from project.core.progress import Bar
+from project.core.progress import LINE_EVERY_S, Bar
 from project.core.sources import Item, Part
 
 _BLOCK = 4096  # bytes: half of it is lost with each file
@@ -157,7 +157,7 @@ class Preparation:
     def done(self) -> int:
         return self.images + len(self.left_out)
 
-    def run(self, *, workers: int, line_every_s: float) -> float:
+    def run(self, *, workers: int, line_every_s: float = LINE_EVERY_S) -> float:
         """Prepare what is not there yet, then write the record. Returns the seconds that it took."""
         started = drawn = said = time.monotonic()
         self._begin()

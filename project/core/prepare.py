@@ -129,8 +129,7 @@ def prepare_items(items: Iterable[Item], dst: Path, *, quality: int, workers: in
     The folders of the files must exist. Results come in any order.
 
     Raises:
-        WriteError: a file could not be written.
-        RuntimeError: a worker has died.
+        WriteError: a file could not be written, or a worker was killed.
     """
     context = multiprocessing.get_context("spawn")  # a fork would keep the pipes of the workers before it open
     source = iter(items)
@@ -162,8 +161,11 @@ def prepare_items(items: Iterable[Item], dst: Path, *, quality: int, workers: in
                 try:
                     outcomes = connection.recv()
                 except (EOFError, ConnectionError) as error:
-                    files = "\n".join(item.shown for item in pending[connection][0])
-                    raise RuntimeError(f"a worker was ended while it prepared one of these (out of memory?):\n{files}") from error
+                    first, last = pending[connection][0][0].shown, pending[connection][0][-1].shown
+                    raise WriteError(
+                        f"A worker was ended between {first} and {last}. Run the same command again, it goes on; give "
+                        f"fewer --workers than {workers} if memory was short."
+                    ) from error
                 if isinstance(outcomes, WriteError):
                     raise outcomes
                 pending[connection].pop(0)
