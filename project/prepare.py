@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from project.core.errors import UserError
 from project.core.launch import SIGNALS, run_command
 from project.core.plan import available_cores
 from project.core.preparation import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
@@ -55,7 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     src, dst = options.src.expanduser(), options.dst.expanduser()
     if not src.is_dir():
-        parser.error(f"--src {src} is no folder")
+        raise UserError(f"--src {src} is no folder: name the one with the images or archives.")
     settings = Settings(
         src=str(src.resolve()), short_side=options.short_side, quality=options.quality, val_short_side=options.val_short_side
     )
@@ -75,7 +76,7 @@ def main() -> int:
     print(f"to    {dst}")
     print(f"      training: short side {settings.short_side} at most, JPEG quality {settings.quality}")
     if len(parts) == 1:
-        print("      class folders alone: all are resized, those that a training holds out for validation too")
+        print("      all are resized, also those that a training holds out for validation")
     else:
         val = f"short side {settings.val_short_side} at most" if settings.val_short_side else "files unchanged"
         print(f"      validation: {val}")
@@ -98,7 +99,8 @@ def main() -> int:
         return 128 + number
     tallies = preparation.tallies.values()
     before, after = (gigabytes(sum(getattr(tally, name) for tally in tallies)) for name in ("source_bytes", "bytes"))
-    print(f"done  {preparation.images:,} images in {duration(seconds)}: {before} became {after}")
+    speed = f"{preparation.new:,} in {duration(seconds)}, {preparation.new / seconds:,.0f} img/s"
+    print(f"done  {preparation.images:,} images, {before} became {after} ({speed})")
     print(f"      train with --data.root {dst}", flush=True)
     return _report(preparation.left_out, dst)
 
