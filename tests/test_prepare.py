@@ -26,7 +26,7 @@ from project.core.decode import read_image
 from project.core.errors import NothingToDo, UserError, WriteError
 from project.core.index import load_splits
 from project.core.preparation import Preparation, check_apart, check_folder, check_space, estimate
-from project.core.prepare import prepare_image, prepare_items
+from project.core.prepare import prepare_image, prepare_items, read_item
 from project.core.prepared import BEGUN, PARTIAL, RECORD, Settings
 from project.core.report import data_lines
 from project.core.sources import find_source, jpeg_names
@@ -351,6 +351,14 @@ def test_archives_that_cannot_be_used(archives: Path, monkeypatch: pytest.Monkey
     (archives / VAL).write_bytes(tar({"test_1.JPEG": photo(1)}))
     assert "test_1.JPEG, of which no label is known" in refusal()
     (archives / VAL).write_bytes(whole)
+    before = (archives / TRAIN).read_bytes()
+    strange = {"../../out.JPEG": photo(1), "a.png": photo(2), "a.JPEG": photo(3), "._a.JPEG": b"", "notes": b""}
+    (archives / TRAIN).write_bytes(tar({f"{wnid}.tar": tar(strange) for wnid in CLASSES}))
+    items = list(find_source(settings(archives))[0].items())
+    assert [item.name for item in items[:3]] == [f"train/n01/{name}" for name in ("out.JPEG", "a.png.JPEG", "a.JPEG")]
+    assert [read_item(item) for item in items[3:6]] == [photo(1), photo(2), photo(3)]
+    assert len(items) == 9
+    (archives / TRAIN).write_bytes(before)
     train = (archives / TRAIN).read_bytes()
     (archives / TRAIN).write_bytes(train[:-30_000])
     assert f"{TRAIN} is damaged or not complete" in refusal()

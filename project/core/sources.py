@@ -9,7 +9,7 @@ import numpy as np
 
 from project.core.archives import DEVKIT, SOLUTION, TRAIN, VAL, Member, class_archives, members, validation_labels
 from project.core.errors import UserError
-from project.core.index import ImageIndex, load_index, make_index, same_classes
+from project.core.index import ImageIndex, is_image, load_index, make_index, same_classes
 from project.core.prepared import Settings
 
 _SAMPLES = 24  # images of a part that are tried, to estimate the space it will take
@@ -156,13 +156,20 @@ def jpeg_names(names: list[str]) -> list[str]:
 def _train_archive(tar: Path, short_side: int) -> Part:
     classes = class_archives(tar)
 
+    def images_of(label: str) -> Iterator[Member]:
+        return (member for member in members(tar, classes[label]) if is_image(_base(member)))
+
     def items_of(label: str) -> Iterator[Item]:
-        for member in members(tar, classes[label]):
-            yield _item(tar, member, f"{classes[label].name}/{member.name}", f"train/{label}/{member.name}", short_side)
+        found = list(images_of(label))
+        for member, new in zip(found, jpeg_names([_base(member) for member in found]), strict=True):
+            yield item(label, member, f"train/{label}/{new}")
+
+    def item(label: str, member: Member, new: str) -> Item:
+        return _item(tar, member, f"{classes[label].name}/{member.name}", new, short_side)
 
     def sample() -> list[Item]:
         some = list(classes)[:: max(1, len(classes) // (_SAMPLES // 2))]
-        return [item for label in some for item in islice(items_of(label), 2)]
+        return [item(label, member, "") for label in some for member in islice(images_of(label), 2)]
 
     return Part(
         name="train",
@@ -178,8 +185,10 @@ def _val_archive(tar: Path, labels: dict[str, str], short_side: int | None) -> P
     def items() -> Iterator[Item]:
         count = 0
         for member in members(tar):
+            name = _base(member)
+            if not is_image(name):
+                continue
             count += 1
-            name = Path(member.name).name
             label = labels.get(Path(name).stem)
             if label is None:
                 raise UserError(f"{tar} holds {member.name}, of which no label is known: is it the archive of ILSVRC 2012?")
@@ -190,6 +199,11 @@ def _val_archive(tar: Path, labels: dict[str, str], short_side: int | None) -> P
     classes = sorted(set(labels.values()))
     sample = lambda: list(islice(items(), _SAMPLES))  # noqa: E731
     return Part(name="val", where=tar, classes=classes, items=items, sample=sample, bytes=tar.stat().st_size)
+
+
+def _base(member: Member) -> str:
+    """Its name without folders, which both archives have none of: nothing is ever written beside its class folder."""
+    return member.name.rpartition("/")[2]
 
 
 def _item(tar: Path, member: Member, inside: str, name: str, short_side: int | None) -> Item:
