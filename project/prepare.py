@@ -38,12 +38,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m project.prepare",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m project.prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--src", required=True, type=Path, metavar="DIR", help="the original images or archives")
     parser.add_argument("--dst", required=True, type=Path, metavar="DIR", help="the folder to make")
     pixels: dict[str, Any] = {"type": _positive, "metavar": "PIXELS"}
@@ -99,7 +94,8 @@ def main() -> int:
         return 128 + number
     tallies = preparation.tallies.values()
     before, after = (gigabytes(sum(getattr(tally, name) for tally in tallies)) for name in ("source_bytes", "bytes"))
-    speed = f"{preparation.new:,} in {duration(seconds)}, {preparation.new / seconds:,.0f} img/s"
+    now = "" if preparation.new == preparation.images else f"{preparation.new:,} of them now, "
+    speed = f"{now}{duration(seconds)}, {preparation.new / seconds:,.0f} img/s"
     print(f"done  {preparation.images:,} images, {before} became {after} ({speed})")
     print(f"      train with --data.root {dst}", flush=True)
     return _report(preparation.left_out, dst)

@@ -5,6 +5,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,15 +165,17 @@ class Preparation:
         bar = Bar()
         bar.open("prepare", self._total())
         try:
-            for outcome in prepare_items(self._items(), self.dst, quality=self.settings.quality, workers=workers):
-                self._count(outcome)
-                now = time.monotonic()
-                if bar.drawn and now - drawn > _DRAW_EVERY_S:
-                    bar.advance(self.done, self._status(now - started), total=self._total())
-                    drawn = now
-                elif not bar.drawn and now - said > line_every_s:
-                    bar.print(self._line(now - started))
-                    said = now
+            outcomes = prepare_items(self._items(), self.dst, quality=self.settings.quality, workers=workers)
+            with closing(outcomes):  # ends the workers before anything else happens
+                for outcome in outcomes:
+                    self._count(outcome)
+                    now = time.monotonic()
+                    if bar.drawn and now - drawn > _DRAW_EVERY_S:
+                        bar.advance(self.done, self._status(now - started), total=self._total())
+                        drawn = now
+                    elif not bar.drawn and now - said > line_every_s:
+                        bar.print(self._line(now - started))
+                        said = now
         finally:
             bar.close()
         seconds = time.monotonic() - started

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -123,7 +123,7 @@ def _work(connection: Connection, dst: Path, quality: int) -> None:
         return
 
 
-def prepare_items(items: Iterable[Item], dst: Path, *, quality: int, workers: int) -> Iterator[Outcome]:
+def prepare_items(items: Iterable[Item], dst: Path, *, quality: int, workers: int) -> Generator[Outcome]:
     """Prepare all images in `workers` processes, which have ended when this ends, however it does.
 
     The folders of the files must exist. Results come in any order.
