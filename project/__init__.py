@@ -4,6 +4,7 @@ fit.py        train with Lightning
 validate.py   exact evaluation of a checkpoint or of weights
 predict.py    top-5 for image files and folders
 export.py     weights for torchvision, ONNX
+prepare.py    smaller images, once, for faster training
 fit_raw.py    train with plain torch, from the same YAML
 compare.py    train with both and compare them, bit for bit
 core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning

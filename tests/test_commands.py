@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import project.lit.run as run
 from project.core.checkpoint import RECORD, write_atomic
 from project.core.config import DataConfig
+from project.core.decode import read_image
 from project.core.errors import UserError, WriteError
-from project.core.images import read_image
 from project.core.index import load_splits
 from project.core.inference import load_trained
 from project.core.transforms import Normalize, val_transform

@@ -12,8 +12,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from project.core.config import DataConfig
+from project.core.decode import read_image
 from project.core.errors import BadImageError
-from project.core.images import read_image, read_pixels
+from project.core.images import read_pixels
 from project.core.seed import seeded
 from project.core.transforms import Normalize, TrainTransform, val_transform
 from tests.conftest import PHOTOS

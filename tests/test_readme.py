@@ -10,7 +10,9 @@ import project.compare
 import project.export
 import project.lit.run as run
 import project.predict
+import project.prepare
 from project.core.arguments import expand
+from project.core.errors import UserError
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.parity.faults import FAULTS
 from project.parity.matrix import EQUIVALENT, MATRIX, choose
@@ -57,6 +59,10 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(SystemExit) as ended:
             ValidateCLI(expand([*arguments, "--print_config"], train=False))
         assert ended.value.code == 0
+    elif module == "project.prepare":
+        monkeypatch.setattr("sys.argv", [module, *arguments])
+        with pytest.raises(UserError, match="--src .* is no folder"):
+            project.prepare.main()
     else:
         program = {"project.predict": project.predict, "project.export": project.export}[module]
         monkeypatch.setattr("sys.argv", [module, *arguments])

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "validate": {"core", "lit", "lightning"},
     "predict": {"core"},
     "export": {"core"},
+    "prepare": {"core"},
     "fit_raw": {"core", "raw"},
     "compare": {"core", "parity"},
 }
@@ -67,7 +68,7 @@ def test_the_table_would_notice() -> None:
 
 
 def test_light_commands_load_no_lightning() -> None:
-    light = "project.predict, project.export, project.fit_raw, project.raw.run, project.parity.report"
+    light = "project.predict, project.export, project.prepare, project.fit_raw, project.raw.run, project.parity.report"
     code = f"import sys, {light}; print([m for m in ('lightning', 'pytorch_lightning', 'lightning_fabric') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

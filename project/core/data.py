@@ -11,8 +11,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from project.core.decode import read_image
 from project.core.errors import BadImageError
-from project.core.images import read_image, read_pixels
+from project.core.images import read_pixels
 from project.core.index import ImageIndex
 from project.core.seed import mix, seeded
 

@@ -14,9 +14,10 @@ import numpy as np
 import platformdirs
 
 from project.core.config import DIGITS, DataConfig
+from project.core.decode import EXTENSIONS
 from project.core.digits import render_digits
 from project.core.errors import UserError
-from project.core.images import EXTENSIONS
+from project.core.prepared import RECORD, read_record
 
 _VERSION = 1
 _RACY_NS = 2_000_000_000  # a folder changed this shortly before the scan may change again within one tick of its clock
@@ -130,6 +131,8 @@ def _scan_classes(folder: str) -> tuple[ImageIndex, dict[str, int]]:
     samples: list[tuple[str, int]] = []
     loose = 0
     for entry in scan.entries(""):
+        if entry.name == RECORD:
+            continue
         if not entry.is_dir() or entry.name.startswith("."):
             loose += is_image(entry.name)
             scan.ignore(entry.name)
@@ -223,7 +226,7 @@ def _kaggle_val(folder: Path, solution: Path, classes: list[str]) -> ImageIndex:
     return make_index(os.path.realpath(folder), classes, sorted(samples))
 
 
-def _same_classes(train: ImageIndex, val: ImageIndex) -> None:
+def same_classes(train: ImageIndex, val: ImageIndex) -> None:
     missing = [name for name in train.classes if name not in set(val.classes)]
     extra = [name for name in val.classes if name not in set(train.classes)]
     if missing or extra:
@@ -261,6 +264,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         raise UserError(f"--data.root {root} {what}: name a folder with train/<class>/ and val/<class>/.")
+    read_record(root)  # refuses one that is not complete
     kaggle = root / "ILSVRC" / "Data" / "CLS-LOC"
     images = kaggle if kaggle.is_dir() else root
     if not (images / "train").is_dir():
@@ -278,7 +282,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
         val = _kaggle_val(images / "val", solution, train.classes)
     else:
         val = load_index(images / "val")
-    _same_classes(train, val)
+    same_classes(train, val)
     return Splits(train, val, str(root))
 
 

@@ -11,8 +11,8 @@ from torchvision.models import ResNet, ResNet50_Weights
 
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig
+from project.core.decode import read_image
 from project.core.errors import BadImageError, UserError
-from project.core.images import read_image
 from project.core.index import images_below
 from project.core.model import new_model
 from project.core.transforms import Normalize, val_transform

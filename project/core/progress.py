@@ -50,9 +50,10 @@ class Bar:
             self._progress.remove_task(task)
         self._task = self._progress.add_task(description, total=total, status="")
 
-    def advance(self, completed: int, status: str) -> None:
+    def advance(self, completed: int, status: str, *, total: float | None = None) -> None:
+        """Show `completed`; `total` where it was an estimate until now."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=completed, status=status)
+            self._progress.update(self._task, completed=completed, status=status, total=total)
 
     def print(self, *text: Any) -> None:
         if self.enabled:

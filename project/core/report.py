@@ -7,6 +7,7 @@ from typing import Any
 from project.core.config import DIGITS, DataConfig, ModelConfig
 from project.core.index import Splits
 from project.core.plan import BatchPlan
+from project.core.prepared import read_record, record_line
 
 
 def data_lines(config: DataConfig, splits: Splits) -> list[str]:
@@ -16,6 +17,9 @@ def data_lines(config: DataConfig, splits: Splits) -> list[str]:
         f"data  {splits.source}",
         f"      {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes",
     ]
+    record = None if config.root in (None, DIGITS) else read_record(Path(config.root).expanduser())
+    if record is not None:
+        lines.append(f"      {record_line(record)}")
     if config.root == DIGITS:
         lines.append("      yours: --data.root FOLDER with train/<class>/ and val/<class>/")
     ignored = splits.train.ignored[0] + splits.val.ignored[0]
