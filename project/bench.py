@@ -5,6 +5,7 @@ python -m project.bench step --tiny           the same of a network of one layer
 python -m project.bench data --data.root DIR  images per second and core, from files to a batch
 python -m project.bench ranks                 the same batch on each of 1, 2 ... ranks, and what reduction costs
 python -m project.bench start                 seconds from the command to the first step
+python -m project.bench memory                loader processes over an index of 200,000 entries
 
 Each prints a table; --json FILE and --chart FILE keep it. Close other programs: a figure is one machine's, a ratio is less so.
 """
@@ -12,10 +13,14 @@ Each prints a table; --json FILE and --chart FILE keep it. Close other programs:
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from project.core.errors import UserError
 from project.core.launch import run_command
+from project.core.plan import available_cores
+
+if TYPE_CHECKING:
+    from project.measure.results import Results
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m project.bench", description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parsers = parser.add_subparsers(dest="what", required=True, metavar="{step,data,ranks,start}")
+    parsers = parser.add_subparsers(dest="what", required=True, metavar="{step,data,ranks,start,memory}")
     common = Parser(add_help=False, allow_abbrev=False)
     common.add_argument("--json", type=Path, help="Write all values here.")
     common.add_argument("--chart", type=Path, help="Write a picture here (.png, .svg).")
@@ -37,20 +42,57 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     step.add_argument("--size", type=int, default=224, help="Pixels.")
     step.add_argument("--tiny", action="store_true", help="A network of one layer, 32 pixels.")
     step.add_argument("--compile", action="store_true", help="With torch.compile, too.")
+    data = parsers.add_parser("data", parents=[common], help="from files to a batch")
+    data.add_argument("--data.root", dest="root", required=True, help="Photographs, as for project.fit.")
+    data.add_argument("--images", type=int, default=200, help="Of the training set, at most.")
+    data.add_argument("--short-side", type=int, default=256, help="Of the prepared images, pixels.")
+    data.add_argument("--quality", type=int, default=90, help="Of the prepared JPEG files.")
+    ranks = parsers.add_parser("ranks", parents=[common], help="weak scaling")
+    ranks.add_argument("--devices", type=int, default=min(4, available_cores()), help="Most ranks.")
+    ranks.add_argument("--batch", type=int, default=8, help="Images on each rank.")
+    ranks.add_argument("--size", type=int, default=224, help="Pixels.")
+    start = parsers.add_parser("start", parents=[common], help="from the command to the first step")
+    start.add_argument("--devices", type=int, default=2, help="Ranks.")
+    start.add_argument("--files", type=int, default=100_000, help="Of the index that is read twice.")
+    memory = parsers.add_parser("memory", parents=[common], help="of loader processes")
+    memory.add_argument("--entries", type=int, default=200_000, help="Of the index.")
+    memory.add_argument("--workers", type=int, default=2, help="Loader processes.")
     return parser.parse_args(arguments)
+
+
+def measure(own: argparse.Namespace) -> "Results":
+    if own.what == "step":
+        from project.measure.step import StepOptions, bench_step
+
+        size = 32 if own.tiny else own.size
+        return bench_step(StepOptions(own.devices, own.batch, size, own.rounds, own.tiny, own.compile))
+    if own.what == "data":
+        from project.measure.loading import bench_data
+
+        return bench_data(own.root, images=own.images, rounds=own.rounds, short_side=own.short_side, quality=own.quality)
+    if own.what == "ranks":
+        from project.core.device import fast_precision, find_device
+        from project.measure.ranks import bench_ranks
+
+        bf16 = fast_precision(find_device("auto")) == "bf16-mixed"
+        return bench_ranks(most=own.devices, batch=own.batch, size=own.size, rounds=own.rounds, bf16=bf16)
+    if own.what == "start":
+        from project.measure.start import bench_start
+
+        return bench_start(devices=own.devices, rounds=own.rounds, files=own.files)
+    from project.measure.loading import bench_memory
+
+    return bench_memory(entries=own.entries, workers=own.workers)
 
 
 def main() -> int:
     own = parse(sys.argv[1:])
-    for name in ("rounds", "devices", "batch", "size"):
-        value = getattr(own, name, 1)
-        if value < 1:
-            raise UserError(f"--{name} {value}: give 1 or more.")
+    for name, value in vars(own).items():
+        if isinstance(value, int) and value < 1 and not isinstance(value, bool):
+            raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    results = measure(own)
     from project.measure.results import lines, save_chart, save_json
-    from project.measure.step import StepOptions, bench_step
 
-    size = 32 if own.tiny else own.size
-    results = bench_step(StepOptions(own.devices, own.batch, size, own.rounds, own.tiny, own.compile))
     print("\n".join(lines(results)), flush=True)
     if own.json:
         save_json(results, own.json)

@@ -166,6 +166,12 @@ def _fresh(folder: str, stamps: dict[str, int], scanned_ns: int) -> bool:
         return False
 
 
+def cached_index(folder: Path) -> Path:
+    """The file in which a folder's index is remembered, there or not."""
+    real = os.path.realpath(folder)
+    return cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:24]}.npz"
+
+
 def load_index(folder: Path) -> ImageIndex:
     """The index of a folder of class folders: from the cache while no folder has changed, else scanned and cached.
 
@@ -173,7 +179,7 @@ def load_index(folder: Path) -> ImageIndex:
     overwritten in place is not.
     """
     real = os.path.realpath(folder)
-    cached = cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:24]}.npz"
+    cached = cached_index(folder)
     if cached.is_file():
         with np.load(cached) as file:
             meta = json.loads(file["meta"].tobytes())
