@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "export": {"core"},
     "fit_raw": {"core", "raw"},
     "compare": {"core", "parity"},
+    "measure": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
+    "trace": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
 }
 
 

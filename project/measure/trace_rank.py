@@ -141,11 +141,12 @@ class Tracer:
         self.profiler = profile(activities=activities, record_shapes=True)
         self.profiler.start()
         self._add_hooks()
-        # The clock of the records against that of the host, and how long a span is that holds nothing.
-        self.host_ns = time.time_ns()
-        mark("clock")
+        # How long a span is that holds nothing, and the clock of the records against that of the host.
         for _ in range(PINGS):
             mark("nothing")
+        before = time.time_ns()
+        mark("clock")
+        self.host_ns = [before, time.time_ns()]
         self._together()
         mark("step")
 

@@ -1,0 +1,132 @@
+"""What a trace is written to: trace.json for Perfetto, timeline.html for a browser, summary.json for a program."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from project.measure.timeline import Step, analyse
+from project.measure.timeline_read import Span, read_ranks, shift_us
+from project.measure.timeline_summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
+
+_LANES = {1: "parts of the step", 2: "layers", 3: "gradient buckets"}  # thread numbers that no thread has
+
+
+def merge(contents: Sequence[dict[str, Any]], steps: Sequence[Sequence[Step]], *, zero_ns: int) -> dict[str, Any]:
+    """All ranks' records on one axis: a process per rank and device, and three lanes more per rank of what was found.
+
+    Process rank * 100 is the rank's host, the numbers after it are its devices; correlations and flows keep to their rank.
+    """
+    events: list[dict[str, Any]] = []
+    for content in contents:
+        rank, shift = content["lockstep"]["rank"], shift_us(content, zero_ns=zero_ns)
+        pids: dict[Any, int] = {}
+        for event in content["traceEvents"]:
+            pid = pids.setdefault(event.get("pid"), rank * 100 + len(pids))
+            moved = {**event, "pid": pid}
+            if "ts" in event:
+                moved["ts"] = round(event["ts"] + shift, 3)
+            if event.get("ph") in ("s", "f", "t"):
+                moved["id"] = f"{rank}.{event['id']}"
+            if event.get("name") == "process_name":
+                moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+            if event.get("name") == "process_sort_index":
+                moved["args"] = {"sort_index": pid}
+            events.append(moved)
+        host = rank * 100
+        for lane, name in _LANES.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": host, "tid": lane, "args": {"name": name}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": host, "tid": lane, "args": {"sort_index": lane - 10}})
+        for step in steps:
+            events += _lanes(step[rank], content["lockstep"]["buckets"], host)
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": zero_ns, "traceEvents": events}
+
+
+def _lanes(step: Step, contents: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    def event(lane: int, name: str, span: Span, **more: Any) -> dict[str, Any]:
+        times = {"ts": round(span.start, 3), "dur": round(span.length, 3)}
+        return {"ph": "X", "cat": "lockstep", "pid": pid, "tid": lane, "name": name, **times, "args": more}
+
+    found = [event(1, f"step {step.number}", step.span)]
+    found += [event(1, "data", span) for span in step.data]
+    for piece in step.pieces:
+        found.append(event(2 if piece.group else 1, f"{piece.part} {piece.group}".strip(), piece.span))
+    for bucket in step.buckets:
+        content = contents[bucket.number]
+        found.append(event(3, f"bucket {bucket.number}", bucket.span, bytes=content["bytes"], parameters=content["names"]))
+    return found
+
+
+def drawing(summary: Summary, steps: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """What the page draws, in milliseconds since the first step's start."""
+    zero = min(step.span.start for step in steps[0])
+
+    def ms(span: Span) -> list[float]:
+        return [round((span.start - zero) / 1e3, 4), round((span.end - zero) / 1e3, 4)]
+
+    ranks = []
+    for k, rank in enumerate(sorted(summary.step)):
+        own = [step[k] for step in steps]
+        ranks.append(
+            {
+                "rank": rank,
+                "steps": [{"number": s.number, "at": ms(s.span)} for s in own],
+                "pieces": [["data", "", *ms(span)] for s in own for span in s.data]
+                + [[piece.part, piece.group, *ms(piece.span)] for s in own for piece in s.pieces],
+                "buckets": [
+                    {
+                        "number": b.number,
+                        "step": s.number,
+                        "ready": ms(Span(b.ready, b.span.end))[0],
+                        "at": ms(b.span),
+                        "hidden": [ms(span) for span in b.hidden],
+                        "exposed": [ms(span) for span in b.exposed],
+                    }
+                    for s in own
+                    for b in s.buckets
+                ],
+            }
+        )
+    return {"ranks": ranks, "buckets": [{"names": b["names"], "bytes": b["bytes"]} for b in summary.buckets]}
+
+
+def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) -> str:
+    """One page that needs nothing but itself."""
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
+        files("project.measure").joinpath("timeline.html").read_text()
+    )
+    drawn = json.dumps(drawing(summary, steps), separators=(",", ":")).replace("</", "<\\/")
+    return template.render(
+        summary=summary,
+        drawn=drawn,
+        table=table(summary),
+        ranks=shown_ranks(summary),
+        rule=RULE,
+        clock=clock_sentence(summary) if len(summary.step) > 1 else "",
+        command=command,
+    )
+
+
+def write_all(folder: Path, *, command: str) -> Summary:
+    """From FOLDER/ranks to the three files in FOLDER.
+
+    Raises:
+        UserError: a rank's trace is missing, empty or broken.
+    """
+    contents, ranks, zero_ns = read_ranks(folder / "ranks")
+    steps = analyse(ranks)
+    summary = summarise(ranks, steps)
+    (folder / "trace.json").write_text(json.dumps(merge(contents, steps, zero_ns=zero_ns), separators=(",", ":")))
+    plain = {**asdict(summary), "rule": RULE, "command": command, "each_step": [[_plain(s) for s in step] for step in steps]}
+    (folder / "summary.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    (folder / "timeline.html").write_text(as_html(summary, steps, command=command))
+    return summary
+
+
+def _plain(step: Step) -> dict[str, Any]:
+    names = ("rank", "number", "bytes", "hidden", "exposed", "late", "parts", "groups")
+    return {**{name: getattr(step, name) for name in names}, "length": step.span.length, "unit": "us"}
