@@ -166,8 +166,8 @@ def find(
         return f"{_NAMES[name].capitalize()} on rank {slowest}, {costs[name]:.1f} ms ({share:.0%} of the step): {_ADVICE[name]}."
     if not always:
         return (
-            f"Ranks wait for one another, {costs[name]:.1f} ms ({share:.0%} of the step), and not always for the same: their speed "
-            "varies; give each rank cores or a device of its own."
+            f"Ranks wait for one another, {costs[name]:.1f} ms ({share:.0%} of the step), and not always for the same one: "
+            "their speed varies; give each rank cores or a device of its own."
         )
     others = [rank for rank in parts if rank != slowest]
     more = {part: own[part] - median(parts[rank][part] for rank in others) for part in PARTS if part != "wait"}

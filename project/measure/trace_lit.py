@@ -22,6 +22,8 @@ class Tracing(Callback):
             normalize=pl_module.normalize,
             criterion=pl_module.criterion,
             optimizer=trainer.optimizers[0],
+            arch=pl_module.config.arch,
+            batch=pl_module.data.plan.per_rank_batch,
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -94,6 +94,8 @@ class Tracer:
         normalize: nn.Module,
         criterion: nn.Module,
         optimizer: optim.Optimizer,
+        arch: str,
+        batch: int,
     ) -> None:
         """Count steps from now on.
 
@@ -103,6 +105,8 @@ class Tracer:
             normalize: Makes the network's input of a batch on the device.
             criterion: The loss, called as a module.
             optimizer: torch's own.
+            arch: The model's name.
+            batch: Images per forward on this rank.
 
         Raises:
             UserError: the model has been compiled, and so has no layers to be timed.
@@ -110,10 +114,11 @@ class Tracer:
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise UserError("--model.compile true: a compiled network has no layers that can be timed. Leave it out.")
         self.model, self.wrapper, self.normalize, self.criterion = model, wrapper, normalize, criterion
+        self.arch, self.batch = arch, batch
         self.device = next(model.parameters()).device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None  # the clocks are the hosts'
+        self.group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None  # the clocks are the hosts'
         self.clocks = [self._clock_offset()]
         optimizer.register_step_post_hook(self._step)
         self._together()
@@ -247,6 +252,8 @@ class Tracer:
             "rank": self.rank,
             "world_size": self.world_size,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "arch": self.arch,
+            "batch": self.batch,
             "backend": dist.get_backend() if dist.is_initialized() else None,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),

@@ -26,6 +26,8 @@ class TracedTrainer(Trainer):
             normalize=self.module.normalize,
             criterion=self.module.criterion,
             optimizer=self.optimizer,
+            arch=self.module.config.arch,
+            batch=self.plan.per_rank_batch,
         )
 
     def fit(self, ckpt_path: str | None) -> None:
