@@ -109,7 +109,7 @@ def analyse(ranks: Sequence[RankTrace]) -> list[list[Step]]:
 def _buckets(rank: RankTrace, number: int, sizes: list[int]) -> list[tuple[int, Reduce]]:
     start, end = rank.bounds[number], rank.bounds[number + 1]
     backward = [piece.span.start for piece in rank.pieces if piece.part == "backward" and start <= piece.span.start < end]
-    own = [reduce for reduce in rank.reduces if min(backward) <= reduce.ready < end]
+    own = [reduce for reduce in rank.reduces if min(backward) <= reduce.span.start < end]
     return match_buckets(own, sizes, where=f"rank {rank.rank}, step {rank.facts['first_step'] + number + 1}")
 
 

@@ -1,6 +1,7 @@
 """What a trace is written to: trace.json for Perfetto, timeline.html for a browser, summary.json for a program."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -8,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from project.measure.timeline import Step, analyse
 from project.measure.timeline_read import Span, read_ranks, shift_us
 from project.measure.timeline_summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
 
-_LANES = {1: "parts of the step", 2: "layers", 3: "gradient buckets"}  # thread numbers that no thread has
+_LANES = ["parts of the step", "layers", "gradient buckets"]  # threads 1, 2 and from 3 on, which no thread has as its number
+
+_LEFT_OUT = {"Ev Idx", "Input Strides", "Concrete Inputs", "Record function id"}  # half of the file; they stay in ranks/
 
 
 def merge(contents: Sequence[dict[str, Any]], steps: Sequence[Sequence[Step]], *, zero_ns: int) -> dict[str, Any]:
-    """All ranks' records on one axis: a process per rank and device, and three lanes more per rank of what was found.
+    """All ranks' records on one axis: a process per rank and device, and lanes more per rank of what was found.
 
     Process rank * 100 is the rank's host, the numbers after it are its devices; correlations and flows keep to their rank.
     """
@@ -28,6 +32,8 @@ def merge(contents: Sequence[dict[str, Any]], steps: Sequence[Sequence[Step]], *
         for event in content["traceEvents"]:
             pid = pids.setdefault(event.get("pid"), rank * 100 + len(pids))
             moved = {**event, "pid": pid}
+            if "args" in event:
+                moved["args"] = {name: value for name, value in event["args"].items() if name not in _LEFT_OUT}
             if "ts" in event:
                 moved["ts"] = round(event["ts"] + shift, 3)
             if event.get("ph") in ("s", "f", "t"):
@@ -38,26 +44,31 @@ def merge(contents: Sequence[dict[str, Any]], steps: Sequence[Sequence[Step]], *
                 moved["args"] = {"sort_index": pid}
             events.append(moved)
         host = rank * 100
-        for lane, name in _LANES.items():
+        lanes = [each for step in steps for each in _lanes(step[rank], content["lockstep"]["buckets"], host)]
+        for lane in sorted({each["tid"] for each in lanes}):
+            name = _LANES[min(lane, len(_LANES)) - 1]
             events.append({"ph": "M", "name": "thread_name", "pid": host, "tid": lane, "args": {"name": name}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": host, "tid": lane, "args": {"sort_index": lane - 10}})
-        for step in steps:
-            events += _lanes(step[rank], content["lockstep"]["buckets"], host)
+        events += lanes
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": zero_ns, "traceEvents": events}
 
 
 def _lanes(step: Step, contents: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
     def event(lane: int, name: str, span: Span, **more: Any) -> dict[str, Any]:
-        times = {"ts": round(span.start, 3), "dur": round(span.length, 3)}
+        start, end = round(span.start, 3), round(span.end, 3)
+        times = {"ts": start, "dur": round(end - start, 3)}
         return {"ph": "X", "cat": "lockstep", "pid": pid, "tid": lane, "name": name, **times, "args": more}
 
     found = [event(1, f"step {step.number}", step.span)]
     found += [event(1, "data", span) for span in step.data]
     for piece in step.pieces:
         found.append(event(2 if piece.group else 1, f"{piece.part} {piece.group}".strip(), piece.span))
-    for bucket in step.buckets:
+    ends: list[float] = []  # of the last bucket in each lane: Perfetto draws no overlaps within one
+    for bucket in sorted(step.buckets, key=lambda bucket: bucket.span.start):
         content = contents[bucket.number]
-        found.append(event(3, f"bucket {bucket.number}", bucket.span, bytes=content["bytes"], parameters=content["names"]))
+        row = next((row for row, end in enumerate(ends) if end <= bucket.span.start), len(ends))
+        ends[row : row + 1] = [bucket.span.end]
+        found.append(event(3 + row, f"bucket {bucket.number}", bucket.span, bytes=content["bytes"], parameters=content["names"]))
     return found
 
 
@@ -102,9 +113,11 @@ def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) 
     drawn = json.dumps(drawing(summary, steps), separators=(",", ":")).replace("</", "<\\/")
     return template.render(
         summary=summary,
+        finding=Markup(re.sub(r"--[\w.]+( [\w-]+(?=[,;).]))?", r'<code class="flag">\g<0></code>', str(escape(summary.finding)))),
         drawn=drawn,
         table=table(summary),
         ranks=shown_ranks(summary),
+        groups=[name.split()[1] for name in next(iter(summary.groups.values())) if name.startswith("forward")],
         rule=RULE,
         clock=clock_sentence(summary) if len(summary.step) > 1 else "",
         command=command,

@@ -6,6 +6,7 @@ piece of the step in which the host launched it; NCCL's kernels are the AllReduc
 
 import bisect
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Reduce:
     """One AllReduce.
 
     Attributes:
-        ready: When the bucket's last gradient was there and the AllReduce was asked for.
+        ready: When the bucket's last gradient was there and the AllReduce was asked for; on a GPU when it begins.
         span: When it ran; in gloo a thread of its own takes it up, later where those are busy.
         bytes: Elements times their size.
     """
@@ -115,12 +116,13 @@ def read_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[RankTrace], int
     expected = list(range(contents[0]["lockstep"]["world_size"]))
     if ranks != expected:
         raise UserError(f"{folder} holds traces of ranks {ranks}, and {len(expected)} ranks were started.")
-    zero = min(content["baseTimeNanoseconds"] + int(1000 * _first(content)) for content in contents)
+    zero = min(content["baseTimeNanoseconds"] + math.floor(1000 * _first(content)) for content in contents)
     return contents, [read_rank(content, zero_ns=zero) for content in contents], zero
 
 
 def _first(content: dict[str, Any]) -> float:
-    return min((event["ts"] for event in content["traceEvents"] if _is_mark(event, "clock")), default=0.0)
+    """When the first of its events begins, in microseconds."""
+    return min((event["ts"] for event in content["traceEvents"] if event.get("ph") == "X"), default=0.0)
 
 
 def _is_mark(event: Event, name: str = "") -> bool:
@@ -154,7 +156,7 @@ def read_rank(content: dict[str, Any], *, zero_ns: int) -> RankTrace:
     kernels = [event for event in events if event.get("cat") in _KERNELS]
     if kernels:
         pieces, bounds, data = _on_gpu(marks, bounds, data, events, kernels, shift)
-        reduces = list(_nccl(events, kernels, shift))
+        reduces = list(_nccl(kernels, shift))
     else:
         pieces = _on_host(marks)
         reduces = list(_gloo(events, shift))
@@ -177,7 +179,7 @@ def _marks(events: list[Event], shift: float) -> list[tuple[float, str]]:
     """From the first step's border to the last one's: time and name of each."""
     found = [(event["ts"] + shift, event["name"].removeprefix(MARK)) for event in events if _is_mark(event)]
     found += [(event["ts"] + shift, "ddp") for event in events if event["name"] == "DistributedDataParallel.forward"]
-    found.sort()
+    found.sort(key=lambda each: each[0])  # at the same time, as they were recorded
     borders = [number for number, (_, name) in enumerate(found) if name == "step"]
     return found[borders[0] : borders[-1] + 1] if borders else []
 
@@ -280,16 +282,13 @@ def _on_gpu(
     return pieces, ends, idle
 
 
-def _nccl(events: list[Event], kernels: list[Event], shift: float) -> Iterator[Reduce]:
-    """Kernels whose records carry the collective's name and size; ready when the host asked for it."""
-    launched = _launched(events, shift)
+def _nccl(kernels: list[Event], shift: float) -> Iterator[Reduce]:
+    """Kernels whose records carry the collective's name and size. What one waits for in its stream is not recorded."""
     for kernel in kernels:
         arguments = kernel.get("args", {})
         if _is_nccl(kernel) and "allreduce" in (arguments.get("Collective name") or kernel["name"]).lower():
             span = _span(kernel, shift)
-            asked = launched.get(arguments.get("correlation"), span.start)
-            size = int(arguments.get("In msg nelems", 0)) * _BYTES.get(arguments.get("dtype", ""), 0)
-            yield Reduce(min(asked, span.start), span, size)
+            yield Reduce(span.start, span, int(arguments.get("In msg nelems", 0)) * _BYTES.get(arguments.get("dtype", ""), 0))
 
 
 # Sets of times

@@ -54,7 +54,8 @@ class Summary:
         slowest_in: In how many.
         behind: By how much it was behind the first rank to be ready.
         finding: What to change, by RULE.
-        overhead: `profiled` and `unprofiled` steps, and `share`, of the slowest rank.
+        overhead: Of the slowest rank: steps `profiled` and `unprofiled`, what share the profiler adds, the number of the
+            `others` around the traced steps, and the `least` and `most` that these took.
         clocks: For each rank the offset of its clock from rank 0's in microseconds, its error, and what was taken off.
         resolution_us: A span that holds nothing, as the profiler records it: nothing shorter can be seen.
         profiler_clock_us: How far the profiler's and the host's clock may be apart, at most over the ranks.
@@ -106,7 +107,14 @@ def summarise(ranks: Sequence[RankTrace], steps: Sequence[Sequence[Step]]) -> Su
         slowest_in=slowest_in,
         behind=median((ends[slowest] - min(ends.values())) / 1e3 for ends in last),
         finding=finding,
-        overhead={"profiled": profiled, "unprofiled": unprofiled, "share": profiled / unprofiled - 1},
+        overhead={
+            "profiled": profiled,
+            "unprofiled": unprofiled,
+            "share": profiled / unprofiled - 1,
+            "others": len(facts["unprofiled_ms"]),
+            "least": min(facts["unprofiled_ms"]),
+            "most": max(facts["unprofiled_ms"]),
+        },
         clocks={rank.rank: _clock(rank) for rank in ranks},
         resolution_us=max(rank.nothing_us for rank in ranks),
         profiler_clock_us=max(rank.clock_us for rank in ranks),
@@ -218,20 +226,23 @@ def lines(summary: Summary) -> list[str]:
             name: sum(own[name] for own in summary.communication.values()) / len(summary.step) for name in ("hidden", "exposed")
         }
         both = mean["hidden"] + mean["exposed"]
-        found.append(
-            f"reduced   {summary.bytes / 1e6:,.1f} MB per step and rank in {len(summary.buckets)} buckets, "
-            f"{mean['hidden'] / both:.0%} of the time hidden by backward"
+        found += wrap(
+            "reduced   ",
+            f"{summary.bytes / 1e6:,.1f} MB per step and rank in {len(summary.buckets)} buckets, "
+            f"{mean['hidden'] / both:.0%} of that time hidden by backward",
         )
-        found.append(
-            f"slowest   rank {summary.slowest}, last in {summary.slowest_in} of {count} steps, "
-            f"{summary.behind:.1f} ms behind the first to be ready"
+        found += wrap(
+            "slowest   ",
+            f"rank {summary.slowest}, last in {summary.slowest_in} of {count} steps, "
+            f"{summary.behind:.1f} ms behind the first to be ready",
         )
     found += wrap("change    ", summary.finding)
     cost = summary.overhead
     found += wrap(
         "profiler  ",
         f"{cost['share']:+.1%}: steps of {cost['profiled']:.0f} ms with it, {cost['unprofiled']:.0f} ms without "
-        f"(those around them); shortest span {summary.resolution_us:.1f} us",
+        f"(the {cost['others']:.0f} around them: {cost['least']:.0f} to {cost['most']:.0f}); a span of nothing is "
+        f"{summary.resolution_us:.1f} us",
     )
     if len(summary.step) > 1:
         found += wrap("clocks    ", clock_sentence(summary))
