@@ -10,6 +10,7 @@ import project.compare
 import project.export
 import project.lit.run as run
 import project.predict
+import project.trace
 from project.core.arguments import expand
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.parity.faults import FAULTS
@@ -49,6 +50,10 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         if not own.runs:
             with pytest.raises(SystemExit):
                 parse(expand([*others, "--print_config"], default_config=True))
+    elif module == "project.trace":
+        _, others = project.trace.parse(arguments)
+        with pytest.raises(SystemExit):
+            parse(expand([*others, "--print_config"], default_config=True))
     elif module == "project.fit_raw":
         with pytest.raises(SystemExit) as ended:
             parse(expand([*arguments, "--print_config"], default_config=True))
@@ -65,7 +70,7 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`((?:core|guard|lit|raw)/\w+\.py)`", README):
+    for name in re.findall(r"`((?:core|guard|lit|raw|measure)/\w+\.py)`", README):
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name

@@ -1,1 +1,1 @@
-"""What a training costs: benchmarks, and the timeline of a few steps, rank by rank."""
+"""What a training costs: the timeline of a few steps, rank by rank."""
