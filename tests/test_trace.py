@@ -16,9 +16,11 @@ from PIL import Image
 from project.core.errors import UserError
 from project.measure.timeline import PARTS, Step, analyse, match_buckets
 from project.measure.timeline_page import merge, write_all
-from project.measure.timeline_read import RankTrace, Reduce, Span, minus, read_rank, read_ranks, total, union
+from project.measure.timeline_read import RankTrace, read_rank, read_ranks
+from project.measure.timeline_spans import Reduce, Span, minus, total, union
 from project.measure.timeline_summary import Summary, find, lines, summarise
-from project.measure.trace_rank import WARM_UP, Plan, bucket_contents
+from project.measure.trace_buckets import bucket_contents
+from project.measure.trace_rank import WARM_UP, Plan
 from project.trace import parse
 from tests.conftest import SMALL, Finished, run_module
 
@@ -313,7 +315,7 @@ def test_the_slowest_rank_and_the_figures() -> None:
     assert summary.resolution_us == pytest.approx(1)
     assert summary.profiler_clock_us == pytest.approx(5)
     assert summary.finding.startswith(
-        "The other ranks wait 12.0 ms (11% of the step) for rank 1, whose backward takes 12.0 ms longer"
+        "The other ranks wait 12.0 ms (11 % of the step) for rank 1, whose backward takes 12.0 ms longer"
     )
 
 
@@ -328,7 +330,7 @@ def change(part: str, ms: float, *, rank: int = 0, **communication: float) -> st
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ("data", "Data wait on rank 0, 20.0 ms (20% of the step): give the loader more processes (--data.num_workers)"),
+        ("data", "Data wait on rank 0, 20.0 ms (20 % of the step): give the loader more processes (--data.num_workers)"),
         ("copy", "Copy, normalise on rank 0"),
         ("buffers", "Buffers, broadcast on rank 0"),
         ("optimizer", "Optimizer on rank 0"),
@@ -340,10 +342,10 @@ def test_the_largest_part_is_named(part: str, words: str) -> None:
 
 
 def test_what_to_change_between_the_ranks() -> None:
-    assert "Nothing between the ranks: forward and backward are 95% of the step" in change("data", 4.9)
-    assert change("data", 8.0, exposed=9.0).startswith("Allreduce outside of backward on rank 0, 9.0 ms")
+    assert "Nothing between the ranks: forward and backward are 95 % of the step" in change("data", 4.9)
+    assert change("data", 8.0, exposed=9.0).startswith("AllReduce outside of backward on rank 0, 9.0 ms")
     assert change("data", 8.0, exposed=9.0, late=9.0).startswith(
-        "The other ranks wait 9.0 ms (9% of the step) for rank 0, whose data"
+        "The other ranks wait 9.0 ms (9 % of the step) for rank 0, whose data"
     )
     assert change("data", 8.0, rank=1).startswith("Nothing")  # the slowest rank's parts count
     parts = {k: dict.fromkeys(PARTS, 0.0) for k in (0, 1)}

@@ -12,7 +12,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from project.measure.timeline import Step, analyse
-from project.measure.timeline_read import Span, read_ranks, shift_us
+from project.measure.timeline_read import read_ranks, shift_us
+from project.measure.timeline_spans import Span
 from project.measure.timeline_summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
 
 _LANES = ["parts of the step", "layers", "gradient buckets"]  # threads 1, 2 and from 3 on, which no thread has as its number

@@ -1,10 +1,8 @@
 """One rank's Chrome trace as torch.profiler wrote it -> what it did, on one axis with the other ranks.
 
-On a CPU all times are the profiler's spans on the host. On a GPU they are those of kernels, each of which belongs to the
-piece of the step in which the host launched it; NCCL's kernels are the AllReduce. The GPU's path has not been run.
+On a CPU all times are the profiler's spans on the host. On a GPU they are those of kernels: see `timeline_kernels.py`.
 """
 
-import bisect
 import json
 import math
 from collections.abc import Iterator
@@ -14,51 +12,15 @@ from statistics import median
 from typing import Any
 
 from project.core.errors import UserError
+from project.measure.timeline_kernels import KERNELS, nccl_reduces, on_gpu, span_of
+from project.measure.timeline_spans import Piece, Reduce, Span
 from project.measure.trace_rank import MARK
 
 Event = dict[str, Any]
 
 # What begins at a mark. A mark that is not here begins what has no name: the rest.
 _PARTS = {"copy": "copy", "ddp": "buffers", "computed": "wait", "reduced": "optimizer"}
-_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "Float": 4, "Half": 2, "BFloat16": 2}
-_BYTES |= {"int": 4, "long int": 8, "Int": 4, "Long": 8}
-_KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
-
-
-@dataclass(frozen=True)
-class Span:
-    """From `start` to `end`, in microseconds since the traces' common zero."""
-
-    start: float
-    end: float
-
-    @property
-    def length(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a step, as data, forward or optimizer; forward and backward by group of layers, else "" ."""
-
-    part: str
-    group: str
-    span: Span
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """One AllReduce.
-
-    Attributes:
-        ready: When the bucket's last gradient was there and the AllReduce was asked for; on a GPU when it begins.
-        span: When it ran; in gloo a thread of its own takes it up, later where those are busy.
-        bytes: Elements times their size.
-    """
-
-    ready: float
-    span: Span
-    bytes: int
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "int": 4, "long int": 8}
 
 
 @dataclass(frozen=True)
@@ -149,14 +111,14 @@ def read_rank(content: dict[str, Any], *, zero_ns: int) -> RankTrace:
     facts, shift = content["lockstep"], shift_us(content, zero_ns=zero_ns)
     events = sorted((event for event in content["traceEvents"] if event.get("ph") == "X"), key=lambda event: event["ts"])
     marks = _marks(events, shift)
-    data = [_span(event, shift) for event in events if event["name"].startswith("enumerate(DataLoader)#")]
+    data = [span_of(event, shift) for event in events if event["name"].startswith("enumerate(DataLoader)#")]
     bounds = [at for at, name in marks if name == "step"]
     if len(bounds) != facts["steps"] + 1:
         raise UserError(f"rank {facts['rank']}: the trace has {max(0, len(bounds) - 1)} whole steps of {facts['steps']}.")
-    kernels = [event for event in events if event.get("cat") in _KERNELS]
+    kernels = [event for event in events if event.get("cat") in KERNELS]
     if kernels:
-        pieces, bounds, data = _on_gpu(marks, bounds, data, events, kernels, shift)
-        reduces = list(_nccl(kernels, shift))
+        pieces, bounds, data = on_gpu(marks, list(_named(marks)), bounds, data, events, kernels, shift)
+        reduces = list(nccl_reduces(kernels, shift))
     else:
         pieces = _on_host(marks)
         reduces = list(_gloo(events, shift))
@@ -169,10 +131,6 @@ def read_rank(content: dict[str, Any], *, zero_ns: int) -> RankTrace:
     host_us = [(at - content["baseTimeNanoseconds"]) / 1e3 for at in facts["host_ns"]]
     clock_us = max(abs(clock["ts"] - at) for at in host_us)
     return RankTrace(facts["rank"], facts, bounds, pieces, data, reduces, clock_us=clock_us, nothing_us=median(empty or [0.0]))
-
-
-def _span(event: Event, shift: float) -> Span:
-    return Span(event["ts"] + shift, event["ts"] + event.get("dur", 0.0) + shift)
 
 
 def _marks(events: list[Event], shift: float) -> list[tuple[float, str]]:
@@ -211,7 +169,7 @@ def _gloo(events: list[Event], shift: float) -> Iterator[Reduce]:
             ready = same[0]["ts"]
             asked.remove(same[0])
         kind = event["args"]["Input type"][0]
-        yield Reduce(ready + shift, _span(event, shift), elements * _BYTES.get(kind, 0))
+        yield Reduce(ready + shift, span_of(event, shift), elements * _BYTES.get(kind, 0))
 
 
 def _elements(shapes: Any) -> int:
@@ -224,102 +182,3 @@ def _elements(shapes: Any) -> int:
             product *= size
         return product
     return sum(_elements(shape) for shape in shapes if isinstance(shape, list))
-
-
-# GPUs, from the records of their kernels. Not run: there was no GPU.
-
-
-def _launched(events: list[Event], shift: float) -> dict[int, float]:
-    """When the host launched what has this correlation number."""
-    host = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    return {event["args"]["correlation"]: event["ts"] + shift for event in host if "correlation" in event.get("args", {})}
-
-
-def _is_nccl(kernel: Event) -> bool:
-    return "nccl" in kernel["name"].lower()
-
-
-def _on_gpu(
-    marks: list[tuple[float, str]],
-    bounds: list[float],
-    data: list[Span],
-    events: list[Event],
-    kernels: list[Event],
-    shift: float,
-) -> tuple[list[Piece], list[float], list[Span]]:
-    """Pieces, borders and waits on the device's time axis.
-
-    A piece goes from the start of its first kernel to the end of its last one; a step ends with the last kernel of its
-    update. The wait for AllReduce goes from the end of backward's last kernel to that of the last NCCL kernel before the
-    update. The host's wait for data counts only while the device had nothing to do.
-    """
-    launched = _launched(events, shift)
-    named, starts = list(_named(marks)), [at for at, _ in marks[:-1]]
-    own: dict[int, list[Span]] = {}
-    nccl: list[tuple[float, Span]] = []  # when the host asked, and when the device did it
-    for kernel in kernels:
-        at = launched.get(kernel["args"].get("correlation"))
-        if _is_nccl(kernel):
-            nccl.append((kernel["ts"] + shift if at is None else at, _span(kernel, shift)))
-        elif at is not None and (number := bisect.bisect_right(starts, at) - 1) >= 0 and at <= marks[-1][0]:
-            own.setdefault(number, []).append(_span(kernel, shift))
-    pieces: list[Piece] = []
-    ends = [bounds[0]]
-    for number, (part, group, span) in enumerate(named):
-        spans = own.get(number, [])
-        last = pieces[-1].span.end if pieces else ends[0]
-        start = max(last, min((each.start for each in spans), default=last))
-        end = max(start, max((each.end for each in spans), default=start))
-        if part == "wait":  # the device's, not the host's: to the end of the last NCCL kernel of this step
-            following = bounds[bisect.bisect_right(bounds, span.start)]
-            start, end = last, max([last, *(each.end for at, each in nccl if at < following)])
-        if part != "rest" and end > start:
-            pieces.append(Piece(part, group, Span(start, end)))
-        if span.end in bounds:
-            ends.append(max([pieces[-1].span.end, *(each.end for each in spans)]) if pieces else span.end)
-    busy = union([_span(kernel, shift) for kernel in kernels])
-    idle = [part for span in data for part in minus([span], busy)]
-    return pieces, ends, idle
-
-
-def _nccl(kernels: list[Event], shift: float) -> Iterator[Reduce]:
-    """Kernels whose records carry the collective's name and size. What one waits for in its stream is not recorded."""
-    for kernel in kernels:
-        arguments = kernel.get("args", {})
-        if _is_nccl(kernel) and "allreduce" in (arguments.get("Collective name") or kernel["name"]).lower():
-            span = _span(kernel, shift)
-            yield Reduce(span.start, span, int(arguments.get("In msg nelems", 0)) * _BYTES.get(arguments.get("dtype", ""), 0))
-
-
-# Sets of times
-
-
-def union(spans: list[Span]) -> list[Span]:
-    """The same times in spans that do not touch, in order."""
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
-        elif span.length > 0:
-            found.append(span)
-    return found
-
-
-def minus(spans: list[Span], taken: list[Span]) -> list[Span]:
-    """The times of the first that are in none of the second; both without overlaps within themselves."""
-    found = []
-    for span in spans:
-        start = span.start
-        for other in taken:
-            if other.end <= start or other.start >= span.end:
-                continue
-            if other.start > start:
-                found.append(Span(start, other.start))
-            start = max(start, other.end)
-        if start < span.end:
-            found.append(Span(start, span.end))
-    return found
-
-
-def total(spans: list[Span]) -> float:
-    return sum(span.length for span in spans)

@@ -8,8 +8,14 @@ from typing import Any
 
 from project.measure.timeline import PARTS, Step
 from project.measure.timeline_read import RankTrace, offset_us
+from project.measure.trace_rank import PINGS
 
 LIMIT = 0.05  # of a step: a part that is smaller is not worth a change
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
 
 LABELS = {
     "data": "data wait",
@@ -25,7 +31,7 @@ LABELS = {
 RULE = (
     "Of what is neither forward nor backward, on the slowest rank, the largest part is named: waiting for data, copy, buffers, "
     "AllReduce that moves outside of backward, optimizer, rest, and the time for which the other ranks wait for that rank. "
-    f"Below {LIMIT:.0%} of the step none is."
+    f"Below {percent(LIMIT)} of the step none is."
 )
 
 _ADVICE = {
@@ -167,22 +173,23 @@ def find(
     if share < LIMIT:
         compute = (own["forward"] + own["backward"]) / step
         return (
-            f"Nothing between the ranks: forward and backward are {compute:.0%} of the step, and no other part reaches "
-            f"{LIMIT:.0%}; only faster arithmetic helps (--precision bf16-mixed, --model.channels_last true)."
+            f"Nothing between the ranks: forward and backward are {percent(compute)} of the step, and no other part reaches "
+            f"{percent(LIMIT)}; only faster arithmetic helps (--precision bf16-mixed, --model.channels_last true)."
         )
     if name != "late":
-        return f"{_NAMES[name].capitalize()} on rank {slowest}, {costs[name]:.1f} ms ({share:.0%} of the step): {_ADVICE[name]}."
+        title = _NAMES[name][0].upper() + _NAMES[name][1:]
+        return f"{title} on rank {slowest}, {costs[name]:.1f} ms ({percent(share)} of the step): {_ADVICE[name]}."
     if not always:
         return (
-            f"Ranks wait for one another, {costs[name]:.1f} ms ({share:.0%} of the step), and not always for the same one: "
+            f"Ranks wait for one another, {costs[name]:.1f} ms ({percent(share)} of the step), and not always for the same one: "
             "their speed varies; give each rank cores or a device of its own."
         )
     others = [rank for rank in parts if rank != slowest]
     more = {part: own[part] - median(parts[rank][part] for rank in others) for part in PARTS if part != "wait"}
     longest = max(more, key=lambda part: more[part])
     return (
-        f"The other ranks wait {costs[name]:.1f} ms ({share:.0%} of the step) for rank {slowest}, whose {LABELS[longest]} takes "
-        f"{more[longest]:.1f} ms longer than theirs: even that out."
+        f"The other ranks wait {costs[name]:.1f} ms ({percent(share)} of the step) for rank {slowest}, whose {LABELS[longest]} "
+        f"takes {more[longest]:.1f} ms longer than theirs: even that out."
     )
 
 
@@ -229,7 +236,7 @@ def lines(summary: Summary) -> list[str]:
         found += wrap(
             "reduced   ",
             f"{summary.bytes / 1e6:,.1f} MB per step and rank in {len(summary.buckets)} buckets, "
-            f"{mean['hidden'] / both:.0%} of that time hidden by backward",
+            f"{percent(mean['hidden'] / both)} of that time hidden by backward",
         )
         found += wrap(
             "slowest   ",
@@ -240,7 +247,7 @@ def lines(summary: Summary) -> list[str]:
     cost = summary.overhead
     found += wrap(
         "profiler  ",
-        f"{cost['share']:+.1%}: steps of {cost['profiled']:.0f} ms with it, {cost['unprofiled']:.0f} ms without "
+        f"{100 * cost['share']:+.1f} %: steps of {cost['profiled']:.0f} ms with it, {cost['unprofiled']:.0f} ms without "
         f"(the {cost['others']:.0f} around them: {cost['least']:.0f} to {cost['most']:.0f}); a span of nothing is "
         f"{summary.resolution_us:.1f} us",
     )
@@ -256,7 +263,7 @@ def clock_sentence(summary: Summary) -> str:
     taken = "corrected" if any(clock["taken_off_us"] for clock in others.values()) else "less than its error, so not corrected"
     return (
         f"rank {worst} {clock['offset_us']:+.0f} us against rank 0, +/- {clock['error_us']:.0f} us "
-        f"(half the fastest of 128 messages to and fro); {taken}"
+        f"(half the fastest of {2 * PINGS} messages to and fro); {taken}"
     )
 
 
