@@ -125,7 +125,9 @@ class Tracer:
         self._together()
 
     def _together(self) -> None:
-        """All ranks begin the next step at once; what this took is no step's time."""
+        """All ranks begin the next step at once, with nothing left to do on their devices; what this took is no step's time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         if self.group is not None:
             dist.barrier(self.group)
         self.began = time.perf_counter_ns()
@@ -159,7 +161,7 @@ class Tracer:
     def _stop(self) -> None:
         assert self.profiler is not None
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # outside of all steps: the last kernels' records
+            torch.cuda.synchronize(self.device)  # so that the last kernels are in the records
         self.profiler.stop()
         for handle in self.handles:
             handle.remove()
