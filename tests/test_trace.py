@@ -18,7 +18,7 @@ from project.measure.timeline import PARTS, Step, analyse, match_buckets
 from project.measure.timeline_page import merge, write_all
 from project.measure.timeline_read import RankTrace, read_rank, read_ranks
 from project.measure.timeline_spans import Reduce, Span, minus, total, union
-from project.measure.timeline_summary import Summary, find, lines, summarise
+from project.measure.timeline_summary import Summary, find, lines, shown_ranks, summarise
 from project.measure.trace_buckets import bucket_contents
 from project.measure.trace_rank import WARM_UP, Plan
 from project.trace import parse
@@ -358,8 +358,14 @@ def test_it_fits_into_80_columns(world_size: int) -> None:
     own: dict[str, Any] = {"world_size": world_size} | ({"buckets": [], "reduces": []} if world_size == 1 else {})
     found = lines(make_summary(*(make_content(rank, **own) for rank in range(world_size))))
     assert max(map(len, found)) <= 80
-    assert ("12 ranks, of which" in "\n".join(found)) == (world_size == 12)
+    assert ("12 ranks, of which 6 are shown" in "\n".join(found)) == (world_size == 12)
     assert any(line.startswith("reduced") for line in found) == (world_size > 1)
+
+
+def test_of_many_ranks_the_slowest_is_shown() -> None:
+    summary = make_summary(*(make_content(rank, world_size=8) for rank in range(8)))
+    assert shown_ranks(replace(summary, slowest=2)) == [0, 1, 2, 3, 4, 5]
+    assert shown_ranks(replace(summary, slowest=7)) == [0, 1, 2, 3, 4, 7]
 
 
 # Files

@@ -213,9 +213,8 @@ COLUMNS = 6  # ranks that fit into 80 columns
 def shown_ranks(summary: Summary) -> list[int]:
     """All, or, of more than fit, the first ones and the slowest."""
     ranks = sorted(summary.step)
-    if len(ranks) <= COLUMNS:
-        return ranks
-    return sorted({*ranks[: COLUMNS - 1], summary.slowest})
+    first = ranks[:COLUMNS]
+    return first if summary.slowest in first else [*first[:-1], summary.slowest]
 
 
 def lines(summary: Summary) -> list[str]:
