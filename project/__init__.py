@@ -7,9 +7,11 @@ export.py     weights for torchvision, ONNX
 prepare.py    smaller images, once, for faster training
 fit_raw.py    train with plain torch, from the same YAML
 compare.py    train with both and compare them, bit for bit
+trace.py      the timeline of a few steps, rank by rank
 core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning
 lit/          the Lightning trainer: module, data, callbacks, command line
 raw/          the same by hand, one file per Lightning service
 guard/        watches that the ranks stay replicas: one file for anyone's script, nothing of ours
 parity/       the comparison: recorded runs in, findings and a report out
+measure/      timelines of steps
 """

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import project.bench
 import project.compare
 import project.export
 import project.lit.run as run
 import project.predict
 import project.prepare
+import project.trace
 from project.core.arguments import expand
 from project.core.errors import UserError
 from project.lit.cli import TrainCLI, ValidateCLI
@@ -51,6 +53,12 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         if not own.runs:
             with pytest.raises(SystemExit):
                 parse(expand([*others, "--print_config"], train=True))
+    elif module == "project.bench":
+        assert project.bench.parse(arguments).what in module + " ".join(arguments)
+    elif module == "project.trace":
+        _, others = project.trace.parse(arguments)
+        with pytest.raises(SystemExit):
+            parse(expand([*others, "--print_config"], train=True))
     elif module == "project.fit_raw":
         with pytest.raises(SystemExit) as ended:
             parse(expand([*arguments, "--print_config"], train=True))
@@ -71,7 +79,7 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`((?:core|guard|lit|raw)/\w+\.py)`", README):
+    for name in re.findall(r"`((?:core|guard|lit|raw|measure)/\w+\.py)`", README):
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name

@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "prepare": {"core"},
     "fit_raw": {"core", "raw"},
     "compare": {"core", "parity"},
+    "measure": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
+    "trace": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
 }
 
 

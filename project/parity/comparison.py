@@ -96,16 +96,15 @@ class Outcome:
         return self.differing is None
 
 
-def new_folder(out: Path | None) -> Path:
+def new_folder(out: Path | None, *, root: str = "comparisons") -> Path:
     """`--out`, or comparisons/0, 1, 2 ...: the first that does not exist.
 
     Raises:
         UserError: it holds something.
     """
     if out is None:
-        root = Path("comparisons")
-        number = next(k for k in itertools.count() if not (root / str(k)).exists())
-        out = root / str(number)
+        number = next(k for k in itertools.count() if not (Path(root) / str(k)).exists())
+        out = Path(root) / str(number)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not empty. Name a new folder, or remove that one.")
     return out

@@ -64,9 +64,9 @@ def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, nam
     started = time.monotonic()
     code = start(command, arguments, folder, timeout=timeout, **env)
     if code is None:
-        raise CannotTell(f"The {name} took more than {timeout:.0f} s (--timeout). Its output so far:\n{_end(folder)}")
+        raise CannotTell(f"The {name} took more than {timeout:.0f} s (--timeout). Its output so far:\n{last_lines(folder)}")
     if code != 0:
-        raise CannotTell(f"The {name} ended with exit code {code}. Its own message:\n{_end(folder)}")
+        raise CannotTell(f"The {name} ended with exit code {code}. Its own message:\n{last_lines(folder)}")
     return Trained(load_run(folder / "record", name=name), folder, time.monotonic() - started)
 
 
@@ -76,11 +76,16 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
     where = ["--record", str(folder / "record"), "--trainer.default_root_dir", str(folder)]
     where += ["--guard.every", "0"]  # which would end a run for the mistake that is to be compared
     where += ["--checkpoint.every_minutes", "0"]  # a clock would have the two save after other steps
-    with (folder / "output.txt").open("w") as output:
+    return run_to_end([*command, *arguments, *where], folder / "output.txt", timeout=timeout, **env)
+
+
+def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: str) -> int | None:
+    """The exit code of a command in a clean environment, or None where it had to be ended."""
+    with output.open("w") as written:
         process = subprocess.Popen(
-            [*command, *arguments, *where],
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=written,
             stderr=subprocess.STDOUT,
             env=clean_environment(**env),
             start_new_session=True,
@@ -103,6 +108,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _end(folder: Path, lines: int = 15) -> str:
+def last_lines(folder: Path, lines: int = 15) -> str:
     text = (folder / "output.txt").read_text(errors="replace").replace("\r", "\n").rstrip().splitlines()
     return "\n".join([line for line in text if line.strip()][-lines:])

@@ -1,0 +1,81 @@
+"""See what each rank does in a step: `python -m project.trace --devices 2`.
+
+python -m project.trace [--config FILE] [--steps 5] [--impl lightning|raw] [--out DIR] [any flag of the trainers]
+
+It trains a few steps with the trainer that is asked for, under torch.profiler on every rank, and writes trace.json (for
+https://ui.perfetto.dev or chrome://tracing), timeline.html (opens from disk) and summary.json to traces/0, 1, 2 ...
+"""
+
+import argparse
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from project.core.errors import UserError
+from project.core.launch import run_command
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+_FIXED = {  # what a trace decides itself
+    "--trainer.max_steps": "--steps says how many steps are traced",
+    "--max_epochs": "--steps says how many steps are traced",
+    "--trainer.max_epochs": "--steps says how many steps are traced",
+    "--trainer.fast_dev_run": "a trace needs more than one step",
+    "--trainer.default_root_dir": "--out says where to write",
+    "--ckpt_path": "a trace begins with new weights, which take as long",
+    "--record": "recording would be timed, too",
+    "--print_config": "a trace needs a training",
+}
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The trace's own flags, and all others, which are the trainer's."""
+    parser = Parser(
+        prog="python -m project.trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=5, help="Steps to trace; about twice as many and 4 are taken.")
+    parser.add_argument("--impl", choices=("lightning", "raw"), default="lightning", help="Which trainer.")
+    parser.add_argument("--out", type=Path, help="Write here; by default traces/0, 1, 2 ...")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that the training may take.")
+    own, others = parser.parse_known_args(arguments)
+    if not 1 <= own.steps <= 100:
+        raise UserError(f"--steps {own.steps}: give 1 to 100; each step is some megabytes of trace.")
+    if not 0 < own.timeout < float("inf"):
+        raise UserError(f"--timeout {own.timeout:g}: give a number of seconds above 0.")
+    names = [argument.partition("=")[0] for argument in others]
+    for name in names:
+        if name in _FIXED:
+            raise UserError(f"{name}: {_FIXED[name]}. Leave it out.")
+    if not {"--devices", "--trainer.devices", "--config", "-c"} & set(names):
+        others = ["--devices", "2", *others]
+    return own, others
+
+
+def main() -> int:
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # by an exception, so that a running trainer is ended, too
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
+    own, others = parse(sys.argv[1:])
+    from project.measure.timeline_page import write_all
+    from project.measure.timeline_summary import lines
+    from project.measure.trace_run import trace_training
+    from project.parity.comparison import new_folder
+
+    out = new_folder(own.out, root="traces")
+    trace_training(own.impl, others, out, steps=own.steps, timeout=own.timeout)
+    summary = write_all(out, command=shlex.join(["python", "-m", "project.trace", *sys.argv[1:]]))
+    print("\n".join([*lines(summary), f"files in {out}:", "timeline.html, trace.json, summary.json, ranks/"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
