@@ -81,7 +81,7 @@ def a_notebook() -> NotebookNode:
     printed = nbformat.v4.new_output("stream", name="stdout", text="1\n")
     cells = [
         nbformat.v4.new_markdown_cell("# Title"),
-        nbformat.v4.new_code_cell("%config x\nfor i in [1]:\n    print(i)", execution_count=1, outputs=[printed]),
+        nbformat.v4.new_code_cell("%xmode Plain\nfor i in [1]:\n    print(i)", execution_count=1, outputs=[printed]),
         nbformat.v4.new_code_cell("def later():\n    print(2)", execution_count=2),
     ]
     return nbformat.v4.new_notebook(cells=cells, metadata=deepcopy(METADATA))
