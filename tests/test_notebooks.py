@@ -77,6 +77,13 @@ def test_is_the_record_of_one_clean_run(path: Path) -> None:
     assert problems(notebook) == []
 
 
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_links_lead_to_files(path: Path) -> None:
+    written = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", written):
+        assert (NOTEBOOKS / link).is_file(), link
+
+
 def a_notebook() -> NotebookNode:
     printed = nbformat.v4.new_output("stream", name="stdout", text="1\n")
     cells = [
