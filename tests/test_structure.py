@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "fit_raw": {"core", "raw"},
     "compare": {"core", "parity"},
     "measure": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
+    "bench": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
     "trace": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
 }
 
