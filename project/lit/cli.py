@@ -21,6 +21,7 @@ from project.lit.guard import ReplicaGuardCallback
 from project.lit.interruption import Interruption
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
+from project.lit.no_profiler import NoProfiler
 from project.lit.progress import TrainingProgress
 from project.lit.recording import Recording
 from project.lit.report import ClosingLine, ReportFailure
@@ -99,6 +100,8 @@ class TrainCLI(LightningCLI):
         if self.command == "fit":
             last = next((callback for callback in config.callbacks if isinstance(callback, Last)), None)
             config.callbacks.append(Interruption(self.config_init.checkpoint, last))
+        if config.profiler is None:
+            config.profiler = NoProfiler()
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
