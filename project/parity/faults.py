@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "module-not-wrapper",
-        "The forward calls the module in place of its DDP wrapper, which then reduces mistakes.nothing.",
+        "The forward calls the module in place of its DDP wrapper, which then reduces nothing.",
         *(PLAIN, "reduced gradient", 0, mistakes.set_attribute("model", lambda self: self.module)),
     ),
     Fault(
