@@ -96,7 +96,8 @@ class TrainCLI(LightningCLI):
         if config.logger in (None, True):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
         recording = [] if self.record is None else [Recording(self.record)]
-        config.callbacks = [*default_callbacks(config, given), *recording, *self._guard(), *given]
+        averages = self.config.model.ema_decay is not None
+        config.callbacks = [*default_callbacks(config, given, ema=averages), *recording, *self._guard(), *given]
         if self.command == "fit":
             last = next((callback for callback in config.callbacks if isinstance(callback, Last)), None)
             config.callbacks.append(Interruption(self.config_init.checkpoint, last))
@@ -117,11 +118,12 @@ class TrainCLI(LightningCLI):
         return [ReplicaGuardCallback(every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True)]
 
 
-def default_callbacks(config: Any, given: list[Callback]) -> list[Callback]:
+def default_callbacks(config: Any, given: list[Callback], *, ema: bool) -> list[Callback]:
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
     pending = PendingValidation()
-    callbacks: list[Callback] = [ReportFailure(), metrics, MovingAverage(), EqualBuffers(), pending, Record(pending)]
+    callbacks: list[Callback] = [ReportFailure(), metrics, *([MovingAverage()] if ema else []), EqualBuffers(), pending]
+    callbacks.append(Record(pending))
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))
     if config.fast_dev_run:

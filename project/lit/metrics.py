@@ -92,8 +92,8 @@ class TrainMetrics(Callback):
         self._restart(pl_module)
 
     def _restart(self, pl_module: LightningModule) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=pl_module.device)  # loss, batches
-        self._images = 0
+        self._loss = torch.zeros((), dtype=torch.float64, device=pl_module.device)  # the sum over the interval's batches
+        self._batches = self._images = 0
         self._waited = 0.0
         self._began = self._batch_ended = time.perf_counter()
 
@@ -106,8 +106,8 @@ class TrainMetrics(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         _, target, index = batch
         self._images += len(target)
-        self._sums[0] += outputs["batch_loss"]
-        self._sums[1] += 1
+        self._loss += outputs["batch_loss"]
+        self._batches += 1
         self.replaced += [~i for i in index.tolist() if i < 0]
         self._batch_ended = time.perf_counter()
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -145,7 +145,8 @@ class TrainMetrics(Callback):
                 "train/images_per_s": self._images * trainer.world_size / elapsed,
                 "train/data_wait": self._waited / elapsed,
             }
-            self._pending = row, Late(trainer.strategy.reduce(self._sums, reduce_op="sum"))
+            sums = torch.stack([self._loss, torch.full_like(self._loss, self._batches)])
+            self._pending = row, Late(trainer.strategy.reduce(sums, reduce_op="sum"))
             self._restart(pl_module)
 
     def _flush(self, trainer: Trainer) -> None:

@@ -77,8 +77,8 @@ class TrainMetrics:
 
     def restart(self) -> None:
         """Begin an interval."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, batches
-        self._images = 0
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)  # the sum over the interval's batches
+        self._batches = self._images = 0
         self._waited = 0.0
         self._began = self._batch_ended = time.perf_counter()
 
@@ -87,8 +87,8 @@ class TrainMetrics:
 
     def end_batch(self, loss: Tensor, index: Tensor) -> None:
         self._images += len(index)
-        self._sums[0] += loss
-        self._sums[1] += 1
+        self._loss += loss
+        self._batches += 1
         self.replaced += [~i for i in index.tolist() if i < 0]
         self._batch_ended = time.perf_counter()
 
@@ -107,7 +107,7 @@ class TrainMetrics:
                 "train/images_per_s": self._images * self.world_size / elapsed,
                 "train/data_wait": self._waited / elapsed,
             }
-            self._pending = row, Late(sum_over_ranks(self._sums))
+            self._pending = row, Late(sum_over_ranks(torch.stack([self._loss, torch.full_like(self._loss, self._batches)])))
             self.restart()
         return arrived
 
