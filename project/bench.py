@@ -20,7 +20,7 @@ from project.core.launch import run_command
 from project.core.plan import available_cores
 
 if TYPE_CHECKING:
-    from project.measure.results import Results
+    from project.measure.bench.results import Results
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,25 +62,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def measure(own: argparse.Namespace) -> "Results":
     if own.what == "step":
-        from project.measure.step import StepOptions, bench_step
+        from project.measure.bench.step import StepOptions, bench_step
 
         size = 32 if own.tiny else own.size
         return bench_step(StepOptions(own.devices, own.batch, size, own.rounds, own.tiny, own.compile))
     if own.what == "data":
-        from project.measure.loading import bench_data
+        from project.measure.bench.loading import bench_data
 
         return bench_data(own.root, images=own.images, rounds=own.rounds, short_side=own.short_side, quality=own.quality)
     if own.what == "ranks":
         from project.core.device import fast_precision, find_device
-        from project.measure.ranks import bench_ranks
+        from project.measure.bench.ranks import bench_ranks
 
         bf16 = fast_precision(find_device("auto")) == "bf16-mixed"
         return bench_ranks(most=own.devices, batch=own.batch, size=own.size, rounds=own.rounds, bf16=bf16)
     if own.what == "start":
-        from project.measure.start import bench_start
+        from project.measure.bench.start import bench_start
 
         return bench_start(devices=own.devices, rounds=own.rounds, files=own.files)
-    from project.measure.loading import bench_memory
+    from project.measure.bench.loading import bench_memory
 
     return bench_memory(entries=own.entries, workers=own.workers)
 
@@ -91,7 +91,7 @@ def main() -> int:
         if isinstance(value, int) and value < 1 and not isinstance(value, bool):
             raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
     results = measure(own)
-    from project.measure.results import lines, save_chart, save_json
+    from project.measure.bench.results import lines, save_chart, save_json
 
     print("\n".join(lines(results)), flush=True)
     if own.json:

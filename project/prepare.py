@@ -14,9 +14,9 @@ from typing import Any
 from project.core.errors import UserError
 from project.core.launch import SIGNALS, run_command
 from project.core.plan import available_cores
-from project.core.preparation import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
-from project.core.prepared import RECORD, Settings
-from project.core.sources import find_source
+from project.core.preparing.record import RECORD, Settings
+from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
+from project.core.preparing.sources import find_source
 
 _SHOWN = 20  # images that were left out, on the terminal; the record names all
 

@@ -65,9 +65,9 @@ def main() -> int:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
     own, others = parse(sys.argv[1:])
-    from project.measure.timeline_page import write_all
-    from project.measure.timeline_summary import lines
-    from project.measure.trace_run import trace_training
+    from project.measure.timeline.page import write_all
+    from project.measure.timeline.run import trace_training
+    from project.measure.timeline.summary import lines
     from project.parity.comparison import new_folder
 
     out = new_folder(own.out, root="traces")

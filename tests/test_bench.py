@@ -12,9 +12,9 @@ from torch import nn
 
 from project.bench import main, parse
 from project.core.errors import UserError
-from project.measure.machine import describe, matrix_peak
-from project.measure.pace import Count
-from project.measure.results import Results, Table, lines, ratio, save_chart, save_json, spread
+from project.measure.bench.machine import describe, matrix_peak
+from project.measure.bench.pace import Count
+from project.measure.bench.results import Results, Table, lines, ratio, save_chart, save_json, spread
 from tests.conftest import PHOTOS
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -19,17 +19,17 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from project.core import prepare as prepare_module
-from project.core.archives import DEVKIT, SOLUTION, TRAIN, VAL
 from project.core.config import DataConfig
 from project.core.decode import read_image
 from project.core.errors import NothingToDo, UserError, WriteError
 from project.core.index import load_splits
-from project.core.preparation import Preparation, check_apart, check_folder, check_space, estimate
-from project.core.prepare import prepare_image, prepare_items, read_item
-from project.core.prepared import BEGUN, PARTIAL, RECORD, Settings
+from project.core.preparing import images as prepare_module
+from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL
+from project.core.preparing.images import prepare_image, prepare_items, read_item
+from project.core.preparing.record import BEGUN, PARTIAL, RECORD, Settings
+from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, estimate
+from project.core.preparing.sources import find_source, jpeg_names
 from project.core.report import data_lines
-from project.core.sources import find_source, jpeg_names
 from tests.conftest import PHOTOS, REPOSITORY, Finished, run_module, write_images
 
 Make = Callable[..., Path]

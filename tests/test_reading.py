@@ -132,14 +132,14 @@ def test_commands_for_clusters_parse(block: tuple[str, ...], monkeypatch: pytest
     else:
         found = dict(zip(arguments, arguments[1:], strict=False))
         nodes, local = int(found.get("--num_nodes", 1)), int(found["--devices"])
-    trainer = project.lit.cli.TrainCLI(expand(arguments, default_config=True)).trainer
+    trainer = project.lit.cli.TrainCLI(expand(arguments, train=True)).trainer
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (nodes, local, nodes * local)
-    own = parse(expand(arguments, default_config=True)).trainer
+    own = parse(expand(arguments, train=True)).trainer
     assert (own.num_nodes, own.devices) == (nodes, local)
     if by:
         arguments = [*arguments, "--devices", str(local + 1)]
         with pytest.raises(UserError, match=f"is not the {nodes * local} processes"):
-            parse(expand(arguments, default_config=True))
+            parse(expand(arguments, train=True))
 
 
 def options(given: list[str | tuple[str, str]]) -> set[tuple[str, str]]:

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 from project.core.errors import UserError
-from project.measure.timeline import PARTS, Step, analyse, match_buckets
-from project.measure.timeline_page import merge, write_all
-from project.measure.timeline_read import RankTrace, read_rank, read_ranks
-from project.measure.timeline_spans import Reduce, Span, minus, total, union
-from project.measure.timeline_summary import Summary, find, lines, shown_ranks, summarise
-from project.measure.trace_buckets import bucket_contents
-from project.measure.trace_rank import WARM_UP, Plan
+from project.measure.timeline.analysis import PARTS, Step, analyse, match_buckets
+from project.measure.timeline.buckets import bucket_contents
+from project.measure.timeline.page import merge, write_all
+from project.measure.timeline.rank import WARM_UP, Plan
+from project.measure.timeline.read import RankTrace, read_rank, read_ranks
+from project.measure.timeline.spans import Reduce, Span, minus, total, union
+from project.measure.timeline.summary import Summary, find, lines, shown_ranks, summarise
 from project.trace import parse
 from tests.conftest import SMALL, Finished, run_module
 

@@ -17,7 +17,7 @@ from project.core.config import DIGITS, DataConfig
 from project.core.decode import EXTENSIONS
 from project.core.digits import render_digits
 from project.core.errors import UserError
-from project.core.prepared import RECORD, read_record
+from project.core.preparing.record import RECORD, read_record
 
 _VERSION = 1
 _RACY_NS = 2_000_000_000  # a folder changed this shortly before the scan may change again within one tick of its clock

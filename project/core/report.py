@@ -7,7 +7,7 @@ from typing import Any
 from project.core.config import DIGITS, DataConfig, ModelConfig
 from project.core.index import Splits
 from project.core.plan import BatchPlan
-from project.core.prepared import read_record, record_line
+from project.core.preparing.record import read_record, record_line
 
 
 def data_lines(config: DataConfig, splits: Splits) -> list[str]:

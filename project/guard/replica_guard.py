@@ -1176,9 +1176,11 @@ def _report_weights(alarm: Finding, answers: Answers, world_size: int) -> str:
         one = [group[0] for group in groups if len(group) == 1]
         who = f"rank {one[0]}" if len(one) == 1 and len(groups) > 1 and world_size > 2 else "one rank"
         cause = (
-            f"DDP's forward ran on all ranks. Either {who} was changed by itself: weights loaded, reset, clipped or swapped (an\n"
-            "average) on one rank only, a gradient changed after backward, or a step that one rank skipped; or the model was changed\n"
-            "after DDP had wrapped it (moved, cast, given another layer), and gradients of what is in it now are not averaged.\n"
+            f"DDP's forward ran on all ranks. Either {who} was changed by itself: weights loaded, reset, clipped or "
+            "swapped (an average)\n"
+            "on one rank only, a gradient changed after backward, or a step that one rank skipped; or the model was "
+            "changed after DDP\n"
+            "had wrapped it (moved, cast, given another layer), and gradients of what is in it now are not averaged.\n"
             "Fix: do on all ranks what changes weights; look at each `if rank == 0:` between these steps; wrap the model last."
         )
     return "\n".join([*lines, cause])

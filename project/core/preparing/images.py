@@ -16,8 +16,8 @@ from PIL import Image, UnidentifiedImageError
 
 from project.core.decode import UNREADABLE, decode_jpeg, open_rgb
 from project.core.errors import WriteError
-from project.core.prepared import PARTIAL
-from project.core.sources import Item
+from project.core.preparing.record import PARTIAL
+from project.core.preparing.sources import Item
 
 _BATCH = 16  # images handed to a worker at once
 _AHEAD = 2  # batches that a worker has, so that it never waits

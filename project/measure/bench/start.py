@@ -10,9 +10,9 @@ from pathlib import Path
 from project.core.errors import UserError
 from project.core.index import cached_index, load_index
 from project.core.progress import Bar
-from project.measure.machine import describe
-from project.measure.results import Results, Table, median, ratio
-from project.measure.starting import STAMPS
+from project.measure.bench.machine import describe
+from project.measure.bench.results import Results, Table, median, ratio
+from project.measure.bench.starting import STAMPS
 from project.parity.trainers import clean_environment
 
 IMPORTS = "import torch, lightning, torchvision"
@@ -78,7 +78,7 @@ def _until_first_step(command: str, devices: int) -> dict[str, float]:
         began = time.time()
         with output.open("wb") as file:
             code = subprocess.run(
-                [sys.executable, "-m", "project.measure.starting", command, *flags],
+                [sys.executable, "-m", "project.measure.bench.starting", command, *flags],
                 env=clean_environment(**{STAMPS: str(stamps)}),
                 stdin=subprocess.DEVNULL,
                 stdout=file,

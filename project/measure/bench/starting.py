@@ -1,4 +1,4 @@
-"""`python -m project.measure.starting COMMAND FLAGS`: a trainer up to its first step, with the time of each stage."""
+"""`python -m project.measure.bench.starting COMMAND FLAGS`: a trainer up to its first step, with the time of each stage."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def main() -> int:
 
     def launched(_: str, arguments: list[str], **options: Any) -> int:
         stamp("launched")
-        code: int = launch("project.measure.starting", [command, *arguments], **options)
+        code: int = launch("project.measure.bench.starting", [command, *arguments], **options)
         return code
 
     def stamped(self: ResumableLoader[Any]) -> Iterator[Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from project.measure.timeline import PARTS, Step
-from project.measure.timeline_read import RankTrace, offset_us
-from project.measure.trace_rank import PINGS
+from project.measure.timeline.analysis import PARTS, Step
+from project.measure.timeline.rank import PINGS
+from project.measure.timeline.read import RankTrace, offset_us
 
 LIMIT = 0.05  # of a step: a part that is smaller is not worth a change
 

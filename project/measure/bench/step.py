@@ -10,9 +10,9 @@ import torch
 
 from project.core.config import CONFIGS
 from project.core.progress import Bar
-from project.measure.machine import describe, matrix_peak
-from project.measure.results import Results, Table, median, ratio, spread
-from project.measure.turns import Contestant, Turns
+from project.measure.bench.machine import describe, matrix_peak
+from project.measure.bench.results import Results, Table, median, ratio, spread
+from project.measure.bench.turns import Contestant, Turns
 
 LIGHTNING, RAW, BARE = "Lightning trainer", "raw trainer", "bare loop"
 CLASSIC, LAYOUT, PRECISION = "classic loop", "classic, channels_last", "classic, bf16"

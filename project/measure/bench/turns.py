@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from project.core.errors import UserError
-from project.measure.pace import ADDRESS
+from project.measure.bench.pace import ADDRESS
 from project.parity.trainers import clean_environment
 
 START_S = 600.0  # for a contestant, to its first step; torch.compile takes most of it
@@ -74,7 +74,7 @@ class Turns:
         what = {**contestant.what, "ranks": contestant.ranks, "name": name, "port": port, "token": self.token}
         with self._output(name).open("wb") as output:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "project.measure.contestant", *contestant.arguments],
+                [sys.executable, "-m", "project.measure.bench.contestant", *contestant.arguments],
                 env=clean_environment(**contestant.environment, **{ADDRESS: json.dumps(what)}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -4,9 +4,9 @@ import tempfile
 from pathlib import Path
 
 from project.core.progress import Bar
-from project.measure.machine import describe
-from project.measure.results import Results, Table, median, spread
-from project.measure.turns import Contestant, Turns
+from project.measure.bench.machine import describe
+from project.measure.bench.results import Results, Table, median, spread
+from project.measure.bench.turns import Contestant, Turns
 
 
 def bench_ranks(*, most: int, batch: int, size: int, rounds: int, bf16: bool) -> Results:

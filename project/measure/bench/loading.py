@@ -20,11 +20,11 @@ from project.core.data import TrainBatchSampler, TrainImages, collate, loader_op
 from project.core.errors import UserError
 from project.core.images import read_pixels
 from project.core.index import ImageIndex, load_splits, make_index
-from project.core.prepare import prepare_image
+from project.core.preparing.images import prepare_image
 from project.core.progress import Bar
 from project.core.transforms import MEAN, STD, TrainTransform
-from project.measure.machine import describe
-from project.measure.results import Results, Table, median, ratio, spread
+from project.measure.bench.machine import describe
+from project.measure.bench.results import Results, Table, median, ratio, spread
 
 CLASSIC = "classic, original files"
 

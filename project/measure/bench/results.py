@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from project.measure.machine import describe_line
+from project.measure.bench.machine import describe_line
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torchvision.models import resnet50
 from project.core.launch import started_by_us
 from project.core.plan import available_cores
 from project.core.transforms import Normalize
-from project.measure.pace import Pace, remember_wrapped
+from project.measure.bench.pace import Pace, remember_wrapped
 
 
 def run_bare(what: dict[str, Any], launch: Callable[..., int]) -> int:
@@ -46,7 +46,7 @@ def run_bare(what: dict[str, Any], launch: Callable[..., int]) -> int:
 
 def loop(what: dict[str, Any], device: torch.device) -> None:
     """Steps until the benchmark ends the process."""
-    from project.measure.contestant import Tiny
+    from project.measure.bench.contestant import Tiny
 
     torch.manual_seed(0)
     layout = torch.channels_last if what["channels_last"] else torch.contiguous_format

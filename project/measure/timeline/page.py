@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from project.measure.timeline import Step, analyse
-from project.measure.timeline_read import read_ranks, shift_us
-from project.measure.timeline_spans import Span
-from project.measure.timeline_summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
+from project.measure.timeline.analysis import Step, analyse
+from project.measure.timeline.read import read_ranks, shift_us
+from project.measure.timeline.spans import Span
+from project.measure.timeline.summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
 
 _LANES = ["parts of the step", "layers", "gradient buckets"]  # threads 1, 2 and from 3 on, which no thread has as its number
 
@@ -109,7 +109,7 @@ def drawing(summary: Summary, steps: Sequence[Sequence[Step]]) -> dict[str, Any]
 def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) -> str:
     """One page that needs nothing but itself."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-        files("project.measure").joinpath("timeline.html").read_text()
+        files("project.measure.timeline").joinpath("timeline.html").read_text()
     )
     drawn = json.dumps(drawing(summary, steps), separators=(",", ":")).replace("</", "<\\/")
     return template.render(

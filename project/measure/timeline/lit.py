@@ -1,9 +1,9 @@
-"""The Lightning trainer with a tracer attached from outside: `--trainer.callbacks+=project.measure.trace_lit.Tracing`."""
+"""The Lightning trainer with a tracer attached from outside: `--trainer.callbacks+=project.measure.timeline.lit.Tracing`."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.lit.module import Classifier
-from project.measure.trace_rank import Plan, Tracer
+from project.measure.timeline.rank import Plan, Tracer
 
 
 class Tracing(Callback):

@@ -1,4 +1,4 @@
-"""`python -m project.measure.contestant FLAGS`: a trainer as users start it, or a hand-written loop, paced by a benchmark.
+"""`python -m project.measure.bench.contestant FLAGS`: a trainer as users start it, or a hand-written loop, paced by a benchmark.
 
 The trainers are the real ones. From outside they get a loader that repeats its first batch, a training set that does not end,
 and marks around forward and optimizer.
@@ -20,7 +20,7 @@ from torch import nn
 from project.core.data import ResumableLoader
 from project.core.index import Splits, load_splits
 from project.core.launch import launch, run_command
-from project.measure.pace import ADDRESS, Pace, remember_wrapped, watch_steps
+from project.measure.bench.pace import ADDRESS, Pace, remember_wrapped, watch_steps
 
 REPEATS = 100  # of the training set, so that no epoch ends
 
@@ -87,16 +87,16 @@ def _watched(network: type[nn.Module]) -> Pace:
 
 
 def _launch_this(launch_module: Any, _: str, arguments: list[str], **options: Any) -> int:
-    return launch_module("project.measure.contestant", arguments, **options)
+    return launch_module("project.measure.bench.contestant", arguments, **options)
 
 
 def main() -> int:
     what = json.loads(os.environ[ADDRESS])
     if what["impl"] in ("lightning", "raw"):
         return train(what, sys.argv[1:])
-    from project.measure.bare import run_bare
+    from project.measure.bench.bare import run_bare
 
-    return run_bare(what, partial(launch, "project.measure.contestant", []))
+    return run_bare(what, partial(launch, "project.measure.bench.contestant", []))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from project.core.errors import UserError
-from project.measure.timeline_kernels import KERNELS, nccl_reduces, on_gpu, span_of
-from project.measure.timeline_spans import Piece, Reduce, Span
-from project.measure.trace_rank import MARK
+from project.measure.timeline.kernels import KERNELS, nccl_reduces, on_gpu, span_of
+from project.measure.timeline.rank import MARK
+from project.measure.timeline.spans import Piece, Reduce, Span
 
 Event = dict[str, Any]
 
@@ -28,7 +28,7 @@ class RankTrace:
     """What one rank did.
 
     Attributes:
-        facts: What the rank said of itself, see `trace_rank.Tracer`.
+        facts: What the rank said of itself, see `rank.Tracer`.
         bounds: The border of each step and the last one's end.
         pieces: In time; they do not overlap.
         data: Where the host waited for a batch.

@@ -1,6 +1,6 @@
 """The raw trainer with a tracer attached from outside.
 
-python -m project.measure.trace_raw FOLDER STEPS [flags of project.fit_raw]
+python -m project.measure.timeline.raw FOLDER STEPS [flags of project.fit_raw]
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from project.core.launch import run_command
-from project.measure.trace_rank import Plan, Tracer
+from project.measure.timeline.rank import Plan, Tracer
 from project.raw import run
 from project.raw.trainer import Trainer
 
@@ -42,7 +42,7 @@ def main() -> int:
     launch = run.launch
 
     def launch_traced(_: str, arguments: list[str], **kwargs: Any) -> int:
-        return launch("project.measure.trace_raw", [folder, steps, *arguments], **kwargs)
+        return launch("project.measure.timeline.raw", [folder, steps, *arguments], **kwargs)
 
     vars(run).update(Trainer=TracedTrainer, launch=launch_traced)
     return run.fit(arguments)

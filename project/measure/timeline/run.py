@@ -6,7 +6,7 @@ from pathlib import Path
 
 from project.core.arguments import flag_value
 from project.core.errors import UserError
-from project.measure.trace_rank import Plan
+from project.measure.timeline.rank import Plan
 from project.parity.trainers import last_lines, run_to_end
 
 # No validation, checkpoints or bar between the steps; a warm-up of the rate that is longer than the trace would be refused
@@ -38,9 +38,9 @@ def trace_training(impl: str, arguments: Sequence[str], folder: Path, *, steps: 
     ranks = str((folder / "ranks").absolute())
     given = [*arguments, *_SHORT, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
     if impl == "raw":
-        command = [sys.executable, "-m", "project.measure.trace_raw", ranks, str(steps), *given]
+        command = [sys.executable, "-m", "project.measure.timeline.raw", ranks, str(steps), *given]
     else:
-        callback = ["--trainer.callbacks+=project.measure.trace_lit.Tracing"]
+        callback = ["--trainer.callbacks+=project.measure.timeline.lit.Tracing"]
         callback += ["--trainer.callbacks.folder", ranks, "--trainer.callbacks.steps", str(steps)]
         command = [sys.executable, "-m", "project.fit", *given, *callback]
     devices = flag_value(list(arguments), "--devices") or flag_value(list(arguments), "--trainer.devices") or "its"

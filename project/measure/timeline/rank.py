@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from project.core.errors import UserError
-from project.measure.trace_buckets import bucket_contents
+from project.measure.timeline.buckets import bucket_contents
 
 MARK = "lockstep:"  # begins the name of each mark; a span with no length that says what begins here
 WARM_UP = 3  # steps: DDP makes its buckets anew after the first backward, and allocators settle

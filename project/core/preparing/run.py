@@ -16,10 +16,10 @@ from PIL import features
 
 from project.core.decode import UNREADABLE
 from project.core.errors import NothingToDo, UserError
-from project.core.prepare import Outcome, prepare_image, prepare_items, read_item
-from project.core.prepared import BEGUN, PARTIAL, RECORD, Settings, command, load_json, write_json
+from project.core.preparing.images import Outcome, prepare_image, prepare_items, read_item
+from project.core.preparing.record import BEGUN, PARTIAL, RECORD, Settings, command, load_json, write_json
+from project.core.preparing.sources import Item, Part
 from project.core.progress import LINE_EVERY_S, Bar
-from project.core.sources import Item, Part
 
 _BLOCK = 4096  # bytes: half of it is lost with each file
 _DRAW_EVERY_S = 0.2

@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Iterator
 from typing import Any
 
-from project.measure.timeline_spans import Piece, Reduce, Span, minus, union
+from project.measure.timeline.spans import Piece, Reduce, Span, minus, union
 
 Event = dict[str, Any]
 

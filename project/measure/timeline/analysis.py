@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from project.core.errors import UserError
-from project.measure.timeline_read import RankTrace
-from project.measure.timeline_spans import Piece, Reduce, Span, minus, total, union
+from project.measure.timeline.read import RankTrace
+from project.measure.timeline.spans import Piece, Reduce, Span, minus, total, union
 
 PARTS = ("data", "copy", "buffers", "forward", "backward", "wait", "optimizer", "rest")
 

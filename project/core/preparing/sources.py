@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from project.core.archives import DEVKIT, SOLUTION, TRAIN, VAL, Member, class_archives, members, validation_labels
 from project.core.errors import UserError
 from project.core.index import ImageIndex, is_image, load_index, make_index, same_classes
-from project.core.prepared import Settings
+from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, Member, class_archives, members, validation_labels
+from project.core.preparing.record import Settings
 
 _SAMPLES = 24  # images of a part that are tried, to estimate the space it will take
 _JPEG = (".jpg", ".jpeg")

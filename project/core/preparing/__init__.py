@@ -1,0 +1,1 @@
+"""A folder of smaller images, made once: `python -m project.prepare`."""

@@ -1,0 +1,1 @@
+"""What training costs, in turns with what a person would write by hand: `python -m project.bench`."""

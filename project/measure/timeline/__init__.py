@@ -1,0 +1,1 @@
+"""Where each rank's time goes in a few steps: `python -m project.trace`."""
