@@ -179,6 +179,7 @@ def test_E5_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: P
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_path: Path) -> None:
     """decay 0.5 after each of three steps, without warm-up: the average is w1 / 4 + w2 / 4 + w3 / 2, and no copy of w3."""
     flags = ["--model.ema_decay", "0.5", "--model.warmup_epochs", "0", "--trainer.default_root_dir", str(tmp_path)]

@@ -196,7 +196,8 @@ def with_bad_image(bad: Path, out: Path) -> list[str | Path]:
     return [*flags, "--data.root", bad.parents[2], "--data.global_batch_size", "8", "--trainer.default_root_dir", out]
 
 
-@pytest.mark.parametrize("module", ["project.fit", pytest.param("project.fit_raw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
 def test_A10_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image: Path, tmp_path: Path) -> None:
     finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), "--data.num_workers", "1")
     assert finished.code == 1

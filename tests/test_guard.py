@@ -227,6 +227,7 @@ def test_A13_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
     assert ran_later["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
 
 
+@pytest.mark.slow
 def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(changed(MISTAKES["unwrapped"]))
@@ -237,7 +238,8 @@ def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
     assert "ReplicaError: weights differ" in "\n".join(finished.err.splitlines()[-4:])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_healthy_runs_are_left_alone(ranks: int, tmp_path: Path) -> None:
     environment = {"SAME_BITS": "1"} if ranks == 2 else {}
     job = {"name": "healthy", "text": HEALTHY, "ranks": ranks, "timeout": 150, "env": environment}

@@ -94,6 +94,7 @@ def test_M3_nothing_is_saved_after_a_gradient_that_is_not_finite(
     assert all(value.isfinite().all() for value in saved["state_dict"].values())
 
 
+@pytest.mark.slow
 def test_the_callback_in_a_trainer_of_ones_own(tmp_path: Path) -> None:
     jobs = [
         {"name": name, "text": f"NUDGED = {name == 'nudged'}\n{CALLBACK}", "env": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}}

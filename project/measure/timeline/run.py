@@ -11,17 +11,9 @@ from project.parity.trainers import last_lines, run_to_end
 
 # No validation, checkpoints or bar between the steps; a warm-up of the rate that is longer than the trace would be refused
 _SHORT = (
-    *(
-        "--max_epochs",
-        "-1",
-        "--model.warmup_epochs",
-        "0",
-        "--trainer.limit_val_batches",
-        "0",
-        "--trainer.num_sanity_val_steps",
-        "0",
-    ),
-    *("--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false"),
+    *("--max_epochs", "-1", "--model.warmup_epochs", "0", "--trainer.limit_val_batches", "0"),
+    *("--trainer.num_sanity_val_steps", "0", "--trainer.enable_checkpointing", "false"),
+    *("--trainer.enable_progress_bar", "false"),
 )
 
 
