@@ -13,19 +13,15 @@ Each prints a table; --json FILE and --chart FILE keep it. Close other programs:
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
 from project.core.launch import run_command
 from project.core.plan import available_cores
 
 if TYPE_CHECKING:
     from project.measure.bench.results import Results
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -102,4 +98,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_by_exception()  # so that contestants are ended, too
     run_command(main)

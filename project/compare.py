@@ -11,18 +11,12 @@ Exit code 0: equivalent; 1: not; 2: could not tell.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
 from project.core.launch import report_failure, run_command
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -57,9 +51,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # by an exception, so that a running trainer is ended, too
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
+    end_by_exception()
     own, others = parse(sys.argv[1:])
     from project.parity.comparison import (
         Request,

@@ -8,19 +8,12 @@ https://ui.perfetto.dev or chrome://tracing), timeline.html (opens from disk) an
 
 import argparse
 import shlex
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
 from project.core.launch import run_command
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
 
 _FIXED = {  # what a trace decides itself
     "--trainer.max_steps": "--steps says how many steps are traced",
@@ -61,9 +54,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # by an exception, so that a running trainer is ended, too
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
+    end_by_exception()
     own, others = parse(sys.argv[1:])
     from project.measure.timeline.page import write_all
     from project.measure.timeline.run import trace_training

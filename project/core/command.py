@@ -1,0 +1,22 @@
+"""What commands that start trainers have in common: refusals as one message, and an end by a signal that ends the trainer too."""
+
+import argparse
+import signal
+import sys
+from typing import NoReturn
+
+from project.core.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses as everything else here does: one message, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def end_by_exception() -> None:
+    """From now on a signal raises SystemExit, so that what is running is ended on the way out."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
