@@ -1,5 +1,6 @@
 """Commands as a user starts them, each with a time limit and a process group of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -65,6 +66,40 @@ def run_module(
         out, err = process.communicate()
         pytest.fail(f"{' '.join(command)} took more than {timeout} s:\n{out}\n{err}")
     return Finished(process.returncode, out, err, time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a script on ranks: exit codes and text of each, in their order."""
+
+    codes: list[int]
+    out: list[str]
+    seconds: float
+    left: list[int]
+    late: bool
+
+    def report(self) -> str:
+        """The one report: what the last lines of its rank say."""
+        assert not self.late, self.out
+        assert not self.left
+        assert any(code not in (0, -signal.SIGTERM) for code in self.codes), self.codes
+        reports = [text.split("ReplicaError: ")[-1] for text in self.out if "Fix:" in text or "Look at" in text]
+        assert len(reports) == 1, self.out
+        return reports[0]
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
+    """Scripts on ranks of their own (`tests/run_ranks.py`), from one process that has a time limit."""
+    jobs = [{"ranks": 2, "timeout": 60, **job} for job in jobs]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.run_ranks", str(folder / "jobs.json"), str(folder / "out.json")]
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    try:
+        assert process.wait(timeout=240) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,8 @@ def fork_rank(script: Path, rank: int, environment: dict[str, str]) -> int:
     code = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except BaseException:
         code = 1
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]

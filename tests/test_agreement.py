@@ -36,12 +36,9 @@ class Rank:
                     self.work(together=True)
                     if self.heed(self.ours.after_step(epoch * STEPS + step + 1), "step"):
                         return
-                self.work(together=True)
-                if self.heed(self.ours.before_validation(), "validation"):
-                    return
-                for _ in range(VAL_BATCHES):
-                    self.work(together=False)
-                    if self.heed(self.ours.in_validation(), "validation", counts=False):
+                for number in range(VAL_BATCHES):
+                    self.work(together=number == 0)
+                    if self.heed(self.ours.after_validation_batch(number), "validation", counts=number == 0):
                         return
                 if self.heed(self.ours.after_validation_batches(), "batches"):
                     return

@@ -1,18 +1,12 @@
 """The guard in a plain torchrun script: each mistake, as a person would type it, is named; healthy runs are left alone."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
-from tests.conftest import REPOSITORY, run_module
+from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
 from tests.guard_healthy import CASES
 from tests.run_ranks import free_port
 
@@ -21,24 +15,6 @@ HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text()
 LOOP = "        for images, target in guard(loader):\n"
 STEP = "            guard.step()\n"
 WATCHED = "guard = ReplicaGuard(ddp_model, optimizer)"
-
-
-@dataclass(frozen=True)
-class Ran:
-    codes: list[int]
-    out: list[str]
-    seconds: float
-    left: list[int]
-    late: bool
-
-    def report(self) -> str:
-        """The one report: what the last lines of its rank say."""
-        assert not self.late, self.out
-        assert not self.left
-        assert any(code not in (0, -signal.SIGTERM) for code in self.codes), self.codes
-        reports = [text.split("ReplicaError: ")[-1] for text in self.out if "Fix:" in text or "Look at" in text]
-        assert len(reports) == 1, self.out
-        return reports[0]
 
 
 BACKWARD = "            loss.backward()\n"
@@ -81,20 +57,6 @@ def changed(changes: list[tuple[str, str]]) -> str:
         assert text.count(typed) == 1, typed
         text = text.replace(typed, instead)
     return text
-
-
-def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
-    """All in one process that has imported torch once, and has a time limit."""
-    jobs = [{"ranks": 2, "timeout": 60, **job} for job in jobs]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.run_ranks", str(folder / "jobs.json"), str(folder / "out.json")]
-    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
-    try:
-        assert process.wait(timeout=240) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
 
 
 LATER = {"no-sync", "rate", "left-early", "settings", "sleeps", "other-seed", "classes"}  # by slow tests, to spare time

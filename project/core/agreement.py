@@ -40,8 +40,8 @@ class Interrupted(BaseException):
 class Agreement:
     """Lets all ranks save or stop at the same boundary of their training.
 
-    Boundaries are the same on every rank, in the same order: the end of an optimizer step, the start of a validation, and the end
-    of its batches. Between the last two a rank may stop at any batch: nothing there waits for another one.
+    Boundaries are the same on every rank, in the same order: the end of an optimizer step, of a validation's first batch (DDP
+    still sends buffers in its forward), and of its last one. Between these two a rank may stop at any batch: nothing is sent.
 
     Args:
         store: Through which all ranks can talk; its own connection.
@@ -87,13 +87,9 @@ class Agreement:
         due = SAVE if self.every_steps and step % self.every_steps == 0 else ""
         return self._reach(in_validation=False) or due
 
-    def before_validation(self) -> str:
-        """Once nothing of the validation's start waits for other ranks any more."""
-        return self._reach(in_validation=True)
-
-    def in_validation(self) -> str:
-        """After each of its batches."""
-        return self._answer()
+    def after_validation_batch(self, number: int) -> str:
+        """After batch number `number` of a validation, from 0."""
+        return self._answer() if number else self._reach(in_validation=True)
 
     def after_validation_batches(self) -> str:
         """Before the ranks put their sums together."""

@@ -43,13 +43,11 @@ class Interruption(Callback):
             assert self.agreement is not None
             self._heed(trainer, self.agreement.after_step(trainer.global_step))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if self.agreement is not None:  # not in the few batches before the first step
-            self._heed(trainer, self.agreement.before_validation())
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if self.agreement is not None:
-            self._heed(trainer, self.agreement.in_validation())
+            self._heed(trainer, self.agreement.after_validation_batch(batch_idx))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.agreement is not None:

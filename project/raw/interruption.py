@@ -39,12 +39,9 @@ class Interruption:
         self.step = step
         self._heed(self.agreement.after_step(step))
 
-    def before_validation(self) -> None:
-        """Once nothing of its start waits for other ranks any more."""
-        self._heed(self.agreement.before_validation())
-
-    def in_validation(self) -> None:
-        self._heed(self.agreement.in_validation())
+    def after_validation_batch(self, number: int) -> None:
+        """From 0."""
+        self._heed(self.agreement.after_validation_batch(number))
 
     def after_validation_batches(self) -> None:
         """Before the ranks put their counts together."""

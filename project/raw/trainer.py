@@ -193,7 +193,6 @@ class Trainer:
     def validate(self, limit: int | None = None) -> dict[str, float]:
         """Exact metrics over the whole set, the same on every rank."""
         equal_buffers(*self.networks)
-        self.interruption.before_validation()
         self.model.eval()
         # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
         scored = [(self.model, ValMetrics(self.device))]
@@ -201,14 +200,14 @@ class Trainer:
         inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
         with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
             batches = self.val_batches if limit is None else min(limit, self.val_batches)
-            for done, (images, target, _) in enumerate(islice(self.val_loader, batches), start=1):
+            for number, (images, target, _) in enumerate(islice(self.val_loader, batches)):
                 images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
                 images = self.module.prepare(images)
                 with self.precision.autocast():
                     for network, metrics in scored:
                         metrics.update(network(images).float(), target)
-                self.progress.validation_batch(done)
-                self.interruption.in_validation()
+                self.progress.validation_batch(number + 1)
+                self.interruption.after_validation_batch(number)
         self.interruption.after_validation_batches()
         self.model.train()
         return {name: value for _, metrics in scored for name, value in metrics.compute().items()}
