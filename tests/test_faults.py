@@ -64,15 +64,15 @@ def test_a_fault_is_named_rightly_only_by_phase_and_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_faults_of_four_phases_are_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["no-set-epoch", "summed", "momentum", "padding-counted"]
+def test_faults_of_three_phases_are_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the phase `data` is in the matrix's test of a broken trainer."""
+    names = ["summed", "momentum", "padding-counted"]
     assert inject(names, tmp_path, timeout=120) == 0, capsys.readouterr().out
     found = {
         each["name"]: (each["found_phase"], each["found_step"]) for each in json.loads((tmp_path / "detection.json").read_text())
     }
     assert found == {
         "(none)": ("", None),
-        "no-set-epoch": ("data", 3),
         "summed": ("reduced gradient", 0),
         "momentum": ("update", 1),
         "padding-counted": ("metric", 2),

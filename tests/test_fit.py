@@ -152,24 +152,20 @@ def test_print_config_and_help_come_first(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_E1_E11_resume_is_exact_on_two_ranks_and_makes_a_second_folder(folder: Path, root: Path, tmp_path: Path) -> None:
-    """From the middle of an epoch, from a last batch, and `last`: the bits of weights, buffers and moments."""
+def test_E1_E11_resume_is_exact_on_two_ranks_and_makes_a_second_folder(folder: Path, root: Path) -> None:
+    """From the middle of an epoch: the bits of weights, buffers and moments."""
     whole = load(folder / "checkpoints/last.ckpt")
     assert sorted(path.name for path in (folder / "checkpoints").glob("step*")) == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
-    for name in ("step=4.ckpt", "step=8.ckpt"):
-        finished = run_module(
-            "project.fit", *FIT, "--trainer.default_root_dir", tmp_path / name, "--ckpt_path", folder / "checkpoints" / name
-        )
-        assert finished.code == 0, finished.err
-        assert finished.err == ""
-        again = load(tmp_path / name / "runs/0/checkpoints/last.ckpt")
-        for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-            torch.testing.assert_close(again[part], whole[part], rtol=0, atol=0)
-        assert rows(tmp_path / name / "runs/0")[-1]["val/loss"] == rows(folder)[-1]["val/loss"]
-    more = run_module("project.fit", *FIT, "--trainer.default_root_dir", root, "--ckpt_path", "last", "--max_epochs", 3)
-    assert more.code == 0, more.err
+    finished = run_module(
+        "project.fit", *FIT, "--trainer.default_root_dir", root, "--ckpt_path", folder / "checkpoints" / "step=8.ckpt"
+    )
+    assert finished.code == 0, finished.err
+    assert finished.err == ""
     assert sorted(path.name for path in (root / "runs").iterdir()) == ["0", "1"]
-    assert load(root / "runs/1/checkpoints/last.ckpt")["global_step"] == 18
+    again = load(root / "runs/1/checkpoints/last.ckpt")
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(again[part], whole[part], rtol=0, atol=0)
+    assert rows(root / "runs/1")[-1]["val/loss"] == rows(folder)[-1]["val/loss"]
 
 
 def test_E7_E13_resuming_what_is_finished_or_differs_is_refused(folder: Path) -> None:

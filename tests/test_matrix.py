@@ -200,13 +200,12 @@ def test_lines_fit_a_terminal() -> None:
 
 
 @pytest.mark.slow
-def test_two_rows_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 1 and 2, bf16, accumulation with a tail, clipping, a sanity check; each resumed from the other's checkpoint."""
-    chosen = choose("1-rank+accumulate+clip-norm+sanity") + choose("2-ranks+bf16+accumulate")
-    assert run_matrix(chosen, tmp_path, timeout=120) == 0, capsys.readouterr().out
-    found = json.loads((tmp_path / "matrix.json").read_text())
-    assert [(each["ranks"], each["steps"]) for each in found] == [(1, 6), (2, 6)]  # 2 epochs of 2 steps, and 1 more
-    assert all(each["compared"] > 5000 for each in found)
+def test_a_row_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, bf16, accumulation with a tail; each resumed from the other's checkpoint."""
+    assert run_matrix(choose("2-ranks+bf16+accumulate"), tmp_path, timeout=120) == 0, capsys.readouterr().out
+    [found] = json.loads((tmp_path / "matrix.json").read_text())
+    assert (found["ranks"], found["steps"]) == (2, 6)  # 2 epochs of 2 steps, and 1 more
+    assert found["compared"] > 5000
     assert not list(tmp_path.rglob("*.ckpt"))
     assert not list(tmp_path.rglob("*.pt"))
 
