@@ -1,5 +1,6 @@
 """Batches: augmentation keyed by the sample, exact evaluation, and a loader that goes on where it was."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from project.core.data import (
     TrainImages,
     ValBatchSampler,
     ValImages,
+    collate,
     loader_options,
 )
 from project.core.errors import BadImageError
@@ -157,3 +159,25 @@ def test_a_bad_image_ends_or_is_replaced_by_the_next(make_data: Make) -> None:
         path.write_bytes(b"broken")
     with pytest.raises(BadImageError, match="none of the 6 images"):
         _ = skipping[(0, 0)]
+
+
+class Frozen(torch.utils.data.Dataset[tuple[torch.Tensor, int, int]]):
+    """Objects that this process never collects, and whether the images are in memory that its parent can see."""
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int, int]:
+        return torch.zeros(3, 2, 2, dtype=torch.uint8), gc.get_freeze_count(), number
+
+
+def test_loader_processes_collect_nothing_of_the_trainers_and_fill_shared_memory() -> None:
+    options = loader_options(num_workers=1, pin_memory=False)
+    options["collate_fn"] = shared_collate
+    images, frozen, shared = next(iter(DataLoader(Frozen(), sampler=[0, 1], batch_size=2, **options)))
+    assert images.shape == (2, 3, 2, 2)
+    assert frozen[0] > 10_000
+    assert shared
+    assert gc.get_freeze_count() == 0
+
+
+def shared_collate(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    images, targets, _ = collate(samples)
+    return images, targets, images.is_shared()

@@ -1,6 +1,7 @@
 """Index to batches: a dataset keyed by (epoch, sample), batch samplers that carry the keys, a loader that can resume."""
 
 import atexit
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from project.core.decode import read_image
 from project.core.errors import BadImageError
@@ -155,10 +156,11 @@ class ResumableLoader(DataLoader[T]):
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """uint8 [n, 3, h, w], int64 [n] targets, int64 [n] sample numbers.
 
-    The images lie in memory as [n, h, w, 3], as decoders and resizing leave them: copied without a transposition.
+    The images lie in memory as [n, h, w, 3], as decoders and resizing leave them: copied without a transposition, in a loader
+    process to where the trainer finds them.
     """
     images, targets, numbers = zip(*samples, strict=True)
-    pixels = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    pixels = default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     return pixels, torch.tensor(targets), torch.tensor(numbers)
 
 
@@ -184,6 +186,7 @@ def init_worker(_: int) -> None:
     """The trainer decides what a signal means, which may reach its loader processes as well; they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.freeze()  # or a collection writes to every object of the trainer's that this process shares, and so copies their pages
     torch.set_num_threads(1)
 
 

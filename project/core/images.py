@@ -14,7 +14,7 @@ def read_pixels(path: str) -> Tensor:
         BadImageError: as `read_image`.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             pixels = decode_jpeg(file.read())
     except OSError:
         pixels = None  # read_image says why

@@ -55,6 +55,10 @@ def check_growth(config: DataConfig, *, epochs: float | None) -> None:
 class RandomResizedCrop(v2.RandomResizedCrop):
     """torchvision's, to the bit, in half of its time: the crop is copied before it is resized, as [h, w, 3]."""
 
+    def __init__(self, size: int, *, scale: tuple[float, float]) -> None:
+        super().__init__(size, scale=scale)
+        self._log_ratio = torch.log(torch.tensor(self.ratio)).tolist()  # its bounds as numbers, not read from a tensor each time
+
     def forward(self, image: Tensor) -> Tensor:
         box = self.make_params([image])
         top, left = box["top"], box["left"]

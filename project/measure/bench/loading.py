@@ -27,6 +27,7 @@ from project.measure.bench.machine import describe
 from project.measure.bench.results import Results, Table, median, ratio, spread
 
 CLASSIC = "classic, original files"
+BATCH = 64  # images: one batch of all would be new memory each time
 
 
 def classic_batch(index: ImageIndex, numbers: list[int]) -> Any:
@@ -70,15 +71,16 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
     train = load_splits(DataConfig(root=root)).train
     index = train.select(np.unique(np.linspace(0, len(train) - 1, min(images, len(train))).astype(int)))
     numbers = list(range(len(index)))
+    batches = [numbers[begin : begin + BATCH] for begin in range(0, len(numbers), BATCH)]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         prepared = _prepare(index, Path(name), short_side=short_side, quality=quality)
-        contestants: dict[str, Callable[[], Any]] = {
-            CLASSIC: lambda: classic_batch(index, numbers),
-            "ours, original files": lambda: our_batch(index, numbers),
-            "ours, prepared folder": lambda: our_batch(prepared, numbers),
-            "classic, prepared folder": lambda: classic_batch(prepared, numbers),
-            "decoding alone, Pillow": lambda: pillow(index, numbers),
-            "decoding alone, ours": lambda: decode(index, numbers),
+        contestants: dict[str, Callable[[list[int]], Any]] = {
+            CLASSIC: lambda numbers: classic_batch(index, numbers),
+            "ours, original files": lambda numbers: our_batch(index, numbers),
+            "ours, prepared folder": lambda numbers: our_batch(prepared, numbers),
+            "classic, prepared folder": lambda numbers: classic_batch(prepared, numbers),
+            "decoding alone, Pillow": lambda numbers: pillow(index, numbers),
+            "decoding alone, ours": lambda numbers: decode(index, numbers),
         }
         samples: dict[str, list[float]] = {name: [] for name in contestants}
         bar = Bar()
@@ -86,7 +88,8 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
         for done, (number, name) in enumerate(itertools.product(range(rounds + 1), contestants)):
             bar.advance(done, name)
             began = time.process_time()
-            contestants[name]()
+            for batch in batches:
+                contestants[name](batch)
             if number:
                 samples[name].append(len(numbers) / (time.process_time() - began))
         bar.close()
@@ -104,7 +107,7 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
     results.notes = [
         f"{root}: {sizes[0] / 1000:.0f} kB a file; prepared (short side {short_side}, quality {quality}) "
         f"{sizes[1] / 1000:.0f} kB.",
-        "Seconds are of CPU time, in one process with one thread; files come from the page cache.",
+        f"Batches of {BATCH}. Seconds are of CPU time, in one process with one thread; files come from the page cache.",
     ]
     return results
 
