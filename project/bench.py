@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
-from project.core.launch import run_command
 from project.core.plan import available_cores
+from project.core.process import run_command
 
 if TYPE_CHECKING:
     from project.measure.bench.results import Results

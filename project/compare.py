@@ -16,7 +16,7 @@ from pathlib import Path
 
 from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
-from project.core.launch import report_failure, run_command
+from project.core.process import report_failure, run_command
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from project.core.checkpoint import write_atomic
 from project.core.errors import UserError
 from project.core.inference import Trained, load_trained
-from project.core.launch import run_command
+from project.core.process import run_command
 
 
 def export_onnx(trained: Trained, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from project.core.launch import run_command
+from project.core.process import run_command
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from project.core.errors import BadImageError
 from project.core.inference import find_images, load_trained, predict
-from project.core.launch import run_command
+from project.core.process import run_command
 
 _TOP = 5
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from project.core.errors import UserError
-from project.core.launch import SIGNALS, run_command
 from project.core.plan import available_cores
 from project.core.preparing.record import RECORD, Settings
 from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
 from project.core.preparing.sources import find_source
+from project.core.process import SIGNALS, run_command
 
 _SHOWN = 20  # images that were left out, on the terminal; the record names all
 

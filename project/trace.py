@@ -13,7 +13,7 @@ from pathlib import Path
 
 from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
-from project.core.launch import run_command
+from project.core.process import run_command
 
 _FIXED = {  # what a trace decides itself
     "--trainer.max_steps": "--steps says how many steps are traced",

@@ -6,7 +6,7 @@ import sys
 import time
 
 from project.core.errors import BadImageError, UserError
-from project.core.launch import run_command
+from project.core.process import run_command
 from project.guard import ReplicaError
 
 rank = int(os.environ["RANK"])

@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 import project.lit.cli
 from project.core.arguments import expand
 from project.core.errors import UserError
-from project.core.launch import world_of_launcher
+from project.core.process import world_of_launcher
 from project.raw.cli import parse
 from project.raw.distributed import find_rank
 from tests.conftest import REPOSITORY, run_module

@@ -159,7 +159,7 @@ import os, signal, time
 import {module}
 from {wing}.run import fit
 from project.core.agreement import Agreement
-from project.core.launch import run_command
+from project.core.process import run_command
 
 begins, step, trained = {module}.{begins}, Agreement.after_step, []
 

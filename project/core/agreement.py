@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from project.core.launch import SIGNALS, TWICE_S
+from project.core.process import SIGNALS, TWICE_S
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0  # for the places of the other ranks; without them the training goes on, and fails if they are gone

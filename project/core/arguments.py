@@ -10,7 +10,7 @@ import yaml
 from project.core.config import CONFIGS, DIGITS
 from project.core.device import fast_layout, fast_precision, find_device
 from project.core.errors import UserError
-from project.core.launch import started_by_others, world_of_launcher
+from project.core.process import started_by_others, world_of_launcher
 from project.core.run_folder import RUNS, newest_checkpoint
 
 SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}

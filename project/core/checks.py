@@ -12,10 +12,10 @@ from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import NothingToDo, UserError
 from project.core.index import Splits
-from project.core.launch import most_open_files
 from project.core.model import last_map_size, new_model
 from project.core.optim import check_schedule, decay_groups
 from project.core.plan import BatchPlan, count_epochs, loader_workers
+from project.core.process import most_open_files
 from project.core.transforms import check_growth
 from project.core.weights import match_weights
 

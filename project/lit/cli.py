@@ -12,7 +12,7 @@ from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
 from project.core.errors import UserError
-from project.core.launch import drop_stale_variables, started_by_others
+from project.core.process import drop_stale_variables, started_by_others
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.core.agreement import STOP, Agreement, Interrupted
 from project.core.config import CheckpointConfig
-from project.core.launch import end_at_once, started_by_others, started_by_us
+from project.core.process import end_at_once, started_by_others, started_by_us
 from project.core.report import interrupted_line
 from project.lit.checkpoint import Last
 

@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.launch import report_failure, started_by_us
+from project.core.process import report_failure, started_by_us
 from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier

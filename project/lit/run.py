@@ -10,9 +10,10 @@ from project.core.checks import check_classes, check_weights
 from project.core.device import tune
 from project.core.errors import UserError
 from project.core.index import load_splits
-from project.core.launch import is_first_rank, launch, started_by_others, started_by_us
+from project.core.launch import launch
 from project.core.model import check_num_classes
 from project.core.plan import available_cores, count_epochs
+from project.core.process import is_first_rank, started_by_others, started_by_us
 from project.core.recipe import recipe_lines
 from project.core.record import check_record_folder
 from project.core.report import accuracy, data_lines, run_lines

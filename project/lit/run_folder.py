@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from project.core.launch import keep_errors
+from project.core.process import keep_errors
 from project.core.run_folder import new_run_folder
 from project.lit.checkpoint import Best, Last
 from project.lit.curves import Curves

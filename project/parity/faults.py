@@ -8,7 +8,7 @@ trains as `python -m project.fit_raw` does, with that one thing broken on every 
 import sys
 
 from project.core.errors import UserError
-from project.core.launch import run_command
+from project.core.process import run_command
 from project.parity import mistakes
 from project.parity.fault import ACCUMULATED, PLAIN, RECIPE, Fault, Patch
 from project.raw import data, run, trainer

@@ -13,7 +13,7 @@ from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.device import find_device
 from project.core.errors import UserError
-from project.core.launch import drop_stale_variables, started_by_others
+from project.core.process import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
 
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", "32-true": "32-true", "16-mixed": "16-mixed"}

@@ -14,9 +14,10 @@ from project.core.arguments import expand
 from project.core.checks import check_open_files, check_recipe, check_resume, check_shared_memory, check_weights
 from project.core.device import tune
 from project.core.index import Splits, load_splits
-from project.core.launch import is_first_rank, keep_errors, launch, report_failure, started_by_others, started_by_us
+from project.core.launch import launch
 from project.core.model import check_num_classes
 from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
+from project.core.process import is_first_rank, keep_errors, report_failure, started_by_others, started_by_us
 from project.core.recipe import recipe_lines
 from project.core.record import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines

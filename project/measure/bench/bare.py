@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet50
 
-from project.core.launch import started_by_us
 from project.core.plan import available_cores
+from project.core.process import started_by_us
 from project.core.transforms import Normalize
 from project.measure.bench.pace import Pace, remember_wrapped
 

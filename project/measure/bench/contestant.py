@@ -19,7 +19,8 @@ from torch import nn
 
 from project.core.data import ResumableLoader
 from project.core.index import Splits, load_splits
-from project.core.launch import launch, run_command
+from project.core.launch import launch
+from project.core.process import run_command
 from project.measure.bench.pace import ADDRESS, Pace, remember_wrapped, watch_steps
 
 REPEATS = 100  # of the training set, so that no epoch ends

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, cast
 
-from project.core.launch import run_command, started_by_us
+from project.core.process import run_command, started_by_us
 
 STAMPS = "LOCKSTEP_STAMPS"  # a file: one line of JSON for each stage that a process has reached
 

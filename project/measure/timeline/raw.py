@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from project.core.launch import run_command
+from project.core.process import run_command
 from project.measure.timeline.rank import Plan, Tracer
 from project.raw import run
 from project.raw.trainer import Trainer
