@@ -45,7 +45,7 @@ def run_lines(
         device: Type of the devices, as torch names it.
         tuned: What `core.device.tune` has switched on.
     """
-    epochs = f"{max_epochs} epochs" if max_epochs and max_epochs > 0 else "no last epoch"
+    epochs = f"{max_epochs} epoch{'s' * (max_epochs > 1)}" if max_epochs and max_epochs > 0 else "no last epoch"
     if max_steps != -1:
         epochs = f"at most {max_steps} steps"
     where = f"{plan.world_size} x {device}" if plan.world_size > 1 else device
