@@ -11,6 +11,7 @@ Each prints a table; --json FILE and --chart FILE keep it. Close other programs:
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +29,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m project.bench", description=__doc__, formatter_class=raw, allow_abbrev=False)
     parsers = parser.add_subparsers(dest="what", required=True, metavar="{step,data,ranks,start,memory}")
-    common = Parser(add_help=False, allow_abbrev=False)
-    common.add_argument("--json", type=Path, help="Write all values here.")
-    common.add_argument("--chart", type=Path, help="Write a picture here (.png, .svg).")
+    files = Parser(add_help=False, allow_abbrev=False)
+    files.add_argument("--json", type=Path, help="Write all values here.")
+    files.add_argument("--chart", type=Path, help="Write a picture here (.png, .svg).")
+    common = Parser(add_help=False, allow_abbrev=False, parents=[files])
     common.add_argument("--rounds", type=int, default=7, help="Turns of each contestant.")
     step = parsers.add_parser("step", parents=[common], help="one training step")
     step.add_argument("--devices", type=int, default=1, help="Ranks of each contestant.")
@@ -50,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     start = parsers.add_parser("start", parents=[common], help="from the command to the first step")
     start.add_argument("--devices", type=int, default=2, help="Ranks.")
     start.add_argument("--files", type=int, default=100_000, help="Of the index that is read twice.")
-    memory = parsers.add_parser("memory", parents=[common], help="of loader processes")
+    memory = parsers.add_parser("memory", parents=[files], help="of loader processes")
     memory.add_argument("--entries", type=int, default=200_000, help="Of the index.")
     memory.add_argument("--workers", type=int, default=2, help="Loader processes.")
     return parser.parse_args(arguments)
@@ -81,11 +83,25 @@ def measure(own: argparse.Namespace) -> "Results":
     return bench_memory(entries=own.entries, workers=own.workers)
 
 
+def check_files(json: Path | None, chart: Path | None) -> None:
+    """Before minutes of measuring: can they be written?"""
+    if chart is not None and chart.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--chart {chart}: give a name that ends with .png, .svg or .pdf.")
+    for flag, path in (("--json", json), ("--chart", chart)):
+        if path is not None:
+            existing = next((folder for folder in path.absolute().parents if folder.exists()), path)
+            if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+                raise UserError(f"{flag} {path} cannot be written: name a file in a folder of yours.")
+
+
 def main() -> int:
     own = parse(sys.argv[1:])
     for name, value in vars(own).items():
         if isinstance(value, int) and value < 1 and not isinstance(value, bool):
             raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    if getattr(own, "quality", 1) > 100:
+        raise UserError(f"--quality {own.quality}: give 100 or less.")
+    check_files(own.json, own.chart)
     results = measure(own)
     from project.measure.bench.results import lines, save_chart, save_json
 

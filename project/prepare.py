@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from project.core.command import Parser
 from project.core.errors import UserError
 from project.core.plan import available_cores
 from project.core.preparing.record import RECORD, Settings
@@ -38,7 +39,8 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m project.prepare", description=__doc__, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m project.prepare", description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--src", required=True, type=Path, metavar="DIR", help="the original images or archives")
     parser.add_argument("--dst", required=True, type=Path, metavar="DIR", help="the folder to make")
     pixels: dict[str, Any] = {"type": _positive, "metavar": "PIXELS"}
@@ -58,6 +60,10 @@ def main() -> int:
     check_apart([settings.src], dst)
     begun = check_folder(settings, dst)
     parts = find_source(settings)
+    if settings.val_short_side is not None and len(parts) == 1:
+        raise UserError(
+            f"--val-short-side {settings.val_short_side}: {src} has class folders alone and no validation images. Leave it out."
+        )
     check_apart([str(part.where) for part in parts], dst)
     expected = estimate(parts, settings.quality)
 
@@ -106,7 +112,7 @@ def _report(left_out: list[dict[str, str]], dst: Path) -> int:
     if not left_out:
         return 0
     number = "one image" if len(left_out) == 1 else f"{len(left_out):,} images"
-    sys.stderr.write(f"error: {number} could not be decoded and {'was' if len(left_out) == 1 else 'were'} left out:\n")
+    sys.stderr.write(f"error: {number} could not be read and {'was' if len(left_out) == 1 else 'were'} left out:\n")
     for bad in left_out[:_SHOWN]:
         sys.stderr.write(f"{bad['file']}: {bad['reason']}\n")
     if len(left_out) > _SHOWN:

@@ -15,7 +15,12 @@ from project.core.command import Parser, end_by_exception
 from project.core.errors import UserError
 from project.core.process import run_command
 
-_FIXED = {  # what a trace decides itself
+FIXED = {  # what a trace decides itself
+    "--model.warmup_epochs": "a trace is too short to warm up",
+    "--trainer.limit_val_batches": "nothing is validated between the steps of a trace",
+    "--trainer.num_sanity_val_steps": "nothing is validated between the steps of a trace",
+    "--trainer.enable_checkpointing": "nothing is saved between the steps of a trace",
+    "--trainer.enable_progress_bar": "a bar would be timed, too",
     "--trainer.max_steps": "--steps says how many steps are traced",
     "--max_epochs": "--steps says how many steps are traced",
     "--trainer.max_epochs": "--steps says how many steps are traced",
@@ -35,7 +40,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=5, help="Steps to trace; about twice as many and 4 are taken.")
+    parser.add_argument("--steps", type=int, default=5, help="Steps to trace; the training takes about twice as many, and 4.")
     parser.add_argument("--impl", choices=("lightning", "raw"), default="lightning", help="Which trainer.")
     parser.add_argument("--out", type=Path, help="Write here; by default traces/0, 1, 2 ...")
     parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that the training may take.")
@@ -46,8 +51,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--timeout {own.timeout:g}: give a number of seconds above 0.")
     names = [argument.partition("=")[0] for argument in others]
     for name in names:
-        if name in _FIXED:
-            raise UserError(f"{name}: {_FIXED[name]}. Leave it out.")
+        if name in FIXED:
+            raise UserError(f"{name}: {FIXED[name]}. Leave it out.")
     if not {"--devices", "--trainer.devices", "--config", "-c"} & set(names):
         others = ["--devices", "2", *others]
     return own, others

@@ -74,6 +74,12 @@ def test_a_matrix_product_has_a_speed() -> None:
     [
         (["step", "--rounds", "0"], "--rounds 0: give 1 or more"),
         (["step", "--batch", "-1"], "--batch -1: give 1 or more"),
+        (["step", "--chart", "step.xyz"], "--chart step.xyz: give a name that ends with .png, .svg or .pdf"),
+        (["step", "--json", "/etc/hostname/step.json"], "--json /etc/hostname/step.json cannot be written"),
+        (["step", "--json", "/"], "--json / cannot be written"),
+        (["data", "--data.root", "digits", "--quality", "101"], "--quality 101: give 100 or less"),
+        (["memory", "--entries", "1000"], "--entries 1000: give 4,096 or more"),
+        (["memory", "--rounds", "2"], "unrecognized arguments: --rounds 2"),
         (["start", "--devices", "1"], "--devices 1: with one rank nothing is launched"),
         (["data"], "--data.root"),
         (["nonsense"], "invalid choice"),

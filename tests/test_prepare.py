@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+import project.prepare
 from project.core.config import DataConfig
 from project.core.decode import read_image
 from project.core.errors import NothingToDo, UserError, WriteError
@@ -26,7 +27,7 @@ from project.core.index import load_splits
 from project.core.preparing import images as prepare_module
 from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL
 from project.core.preparing.images import prepare_image, prepare_items, read_item
-from project.core.preparing.record import BEGUN, PARTIAL, RECORD, Settings
+from project.core.preparing.record import BEGUN, LOCK, PARTIAL, RECORD, Settings
 from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, estimate
 from project.core.preparing.sources import find_source, jpeg_names
 from project.core.report import data_lines
@@ -139,7 +140,7 @@ def test_a_folder_with_bad_files_then_repaired(tmp_path: Path) -> None:
     assert [entry["file"] for entry in record(dst)["left_out"]] == [str(src / name) for name in bad]
     assert all(f"{src / name}: " in first.err for name in bad)
     assert f"{src / bad[1]}: no image, or none that Pillow knows" in first.err
-    assert "3 images could not be decoded and were left out" in first.err
+    assert "3 images could not be read and were left out" in first.err
 
     made = images(dst)
     kept = [name for name in content if name.startswith("val") and name not in bad] + ["train/ant/small.JPG"]
@@ -170,7 +171,7 @@ def test_a_folder_with_bad_files_then_repaired(tmp_path: Path) -> None:
     again = settings(src.resolve())
     with pytest.raises(NothingToDo, match="is complete"):
         check_folder(again, dst)
-    with pytest.raises(UserError, match=r"--quality 80 is not what .* was begun with \(90\)"):
+    with pytest.raises(UserError, match=r"--quality 80 is not what .* was begun with \(--quality 90\)"):
         check_folder(settings(src.resolve(), quality=80), dst)
     with pytest.raises(UserError, match="--val-short-side 32 is not"):
         check_folder(settings(src.resolve(), val_short_side=32), dst)
@@ -394,6 +395,44 @@ def test_the_target_lies_apart_and_is_empty(make_data: Make, tmp_path: Path) -> 
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.startswith("error: --dst")
     assert not (src / "small").exists()
+
+
+def test_two_at_once_in_one_folder(make_data: Make, tmp_path: Path) -> None:
+    """The second is refused before it writes anything, also with other settings; the lock leaves nothing behind."""
+    src, dst = make_data(train=40, val=6), tmp_path / "dst"
+    holder = "import sys, time; from pathlib import Path; from project.core.preparing.run import claim\n"
+    holder += "with claim(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+    preparation = Preparation(settings(src), dst, find_source(settings(src)), {})
+    with subprocess.Popen([sys.executable, "-c", holder, str(dst)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mine\n"
+        with pytest.raises(UserError, match="another project.prepare is at work there"):
+            preparation.run(workers=1)
+        assert [path.name for path in dst.iterdir()] == [LOCK]
+        process.kill()
+    preparation.run(workers=1)
+    assert (dst / RECORD).is_file()
+    assert not (dst / LOCK).exists()
+    with pytest.raises(UserError, match="is complete"):  # which another one has made meanwhile
+        preparation.run(workers=1)
+
+
+def test_validation_images_that_are_not_there_are_not_made_smaller(
+    make_data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src = make_data(train=12, val=6) / "train"
+    flags = ["--src", str(src), "--dst", str(tmp_path / "dst"), "--val-short-side", "128"]
+    monkeypatch.setattr(sys, "argv", ["prepare", *flags])
+    with pytest.raises(UserError, match="--val-short-side 128: .* has class folders alone"):
+        project.prepare.main()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}'])
+def test_a_record_that_is_damaged_is_named(text: str, make_data: Make, tmp_path: Path) -> None:
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / RECORD).write_text(text)
+    with pytest.raises(UserError, match=f"{RECORD} is damaged"):
+        check_folder(settings(make_data(train=12, val=6)), tmp_path / "dst")
 
 
 def test_space_is_estimated_first(make_data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ from project.measure.timeline.buckets import bucket_contents
 from project.measure.timeline.page import merge, write_all
 from project.measure.timeline.rank import WARM_UP, Plan
 from project.measure.timeline.read import RankTrace, read_rank, read_ranks
+from project.measure.timeline.run import SHORT
 from project.measure.timeline.spans import Reduce, Span, minus, total, union
 from project.measure.timeline.summary import Summary, find, lines, shown_ranks, summarise
-from project.trace import parse
+from project.trace import FIXED, parse
 from tests.conftest import SMALL, Finished, run_module
 
 BASE_NS = 1_790_000_000_000_000_000
@@ -420,11 +421,16 @@ def test_flags() -> None:
         (["--impl", "jax"], "invalid choice: 'jax'"),
         (["--timeout", "0"], "--timeout 0: give a number"),
         (["--max_epochs", "3"], "--max_epochs: --steps says"),
+        (["--model.warmup_epochs", "2"], "--model.warmup_epochs: a trace is too short"),
         (["--trainer.max_steps=3"], "--trainer.max_steps: --steps says"),
         (["--record", "x"], "--record: recording would be timed"),
     ):
         with pytest.raises(UserError, match=words):
             parse(arguments)
+
+
+def test_what_a_trace_sets_itself_is_refused_by_name() -> None:
+    assert SHORT.keys() <= FIXED.keys()
 
 
 def test_the_steps_that_are_traced_lie_between_others() -> None:

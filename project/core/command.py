@@ -17,6 +17,11 @@ class Parser(argparse.ArgumentParser):
 
 def end_by_exception() -> None:
     """From now on a signal raises SystemExit, so that what is running is ended on the way out."""
+
+    def end(number: int, frame: object) -> None:
+        sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
+        sys.exit(128 + number)
+
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda received, _: sys.exit(128 + received))
+            signal.signal(getattr(signal, name), end)

@@ -106,7 +106,8 @@ def new_folder(out: Path | None, *, root: str = "comparisons") -> Path:
         number = next(k for k in itertools.count() if not (Path(root) / str(k)).exists())
         out = Path(root) / str(number)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not empty. Name a new folder, or remove that one.")
+        what = "not empty" if out.is_dir() else "a file"
+        raise UserError(f"--out {out} is {what}. Name a new folder, or remove that one.")
     return out
 
 

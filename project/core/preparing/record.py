@@ -12,6 +12,7 @@ from project.core.errors import UserError
 RECORD = "prepared.json"  # written last
 BEGUN = "preparing.json"  # written first
 PARTIAL = ".preparing"  # files that are being written
+LOCK = ".preparing.lock"  # held by the run that writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,21 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def load_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
-    return json.loads(path.read_text()) if path.is_file() else None
+    """None where there is no such file.
+
+    Raises:
+        UserError: it is not one of ours, or damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    needed = {*Settings.__dataclass_fields__, *(("images", "left_out", "date") if path.name == RECORD else ())}
+    if not isinstance(content, dict) or not needed <= content.keys():
+        raise UserError(f"{path} is damaged, or not of project.prepare: remove its folder and prepare it anew.")
+    return content
 
 
 def command(record: dict[str, Any], folder: Path) -> str:

@@ -5,7 +5,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,14 @@ from PIL import features
 from project.core.decode import UNREADABLE
 from project.core.errors import NothingToDo, UserError
 from project.core.preparing.images import Outcome, prepare_image, prepare_items, read_item
-from project.core.preparing.record import BEGUN, PARTIAL, RECORD, Settings, command, load_json, write_json
+from project.core.preparing.record import BEGUN, LOCK, PARTIAL, RECORD, Settings, command, load_json, write_json
 from project.core.preparing.sources import Item, Part
 from project.core.progress import LINE_EVERY_S, Bar
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 _BLOCK = 4096  # bytes: half of it is lost with each file
 _DRAW_EVERY_S = 0.2
@@ -37,19 +42,41 @@ def check_folder(settings: Settings, dst: Path) -> bool:
     """
     earlier = load_json(dst / BEGUN) or load_json(dst / RECORD)
     if earlier is None:
-        if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        if dst.exists() and (not dst.is_dir() or any(entry.name not in (LOCK, PARTIAL) for entry in dst.iterdir())):
             raise UserError(f"--dst {dst} is not empty, and was not made by this command: name a new folder.")
         return False
+    complete = (dst / RECORD).is_file() and not earlier["left_out"]
     for name, value in asdict(settings).items():
         if earlier[name] != value:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{flag} {value} is not what {dst} was begun with ({earlier[name]}). Name another --dst, or go on with\n"
-                f"{command(earlier, dst)}"
-            )
-    if (dst / RECORD).is_file() and not earlier["left_out"]:
+            given, before = (f"{flag} {each}" if each is not None else f"no {flag}" for each in (value, earlier[name]))
+            or_else = "." if complete else f", or go on with\n{command(earlier, dst)}"
+            raise UserError(f"{given} is not what {dst} was begun with ({before}). Name another --dst{or_else}")
+    if complete:
         raise NothingToDo(f"{dst} is complete, prepared on {earlier['date'][:10]}. To make it anew, remove it first.")
     return True
+
+
+@contextmanager
+def claim(dst: Path) -> Iterator[None]:
+    """Alone with `dst` until the end of the block, or of this process, however it ends.
+
+    Raises:
+        UserError: another process is preparing it.
+    """
+    dst.mkdir(parents=True, exist_ok=True)
+    with open(dst / LOCK, "w") as file:
+        if fcntl is not None:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: not of its workers, which may end later
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--dst {dst}: another project.prepare is at work there. Wait for it, or name another."
+                ) from error
+        try:
+            yield
+        finally:
+            (dst / LOCK).unlink(missing_ok=True)
 
 
 def check_apart(places: list[str], dst: Path) -> None:
@@ -160,6 +187,11 @@ class Preparation:
 
     def run(self, *, workers: int, line_every_s: float = LINE_EVERY_S) -> float:
         """Prepare what is not there yet, then write the record. Returns the seconds that it took."""
+        with claim(self.dst):
+            check_folder(self.settings, self.dst)  # again: what another run may have done meanwhile
+            return self._run(workers=workers, line_every_s=line_every_s)
+
+    def _run(self, *, workers: int, line_every_s: float) -> float:
         started = drawn = said = time.monotonic()
         self._begin()
         bar = Bar()
@@ -183,14 +215,14 @@ class Preparation:
         return seconds
 
     def _begin(self) -> None:
-        for part in self.parts:
-            for label in part.classes:  # even one whose images are all left out: it must not be missing silently
-                (self.dst / part.name / label).mkdir(parents=True, exist_ok=True)
-            self.tallies[part.name] = Tally()
         if (self.dst / RECORD).is_file():
             os.replace(self.dst / RECORD, self.dst / BEGUN)
         else:
             write_json(asdict(self.settings), self.dst / BEGUN)
+        for part in self.parts:
+            for label in part.classes:  # even one whose images are all left out: it must not be missing silently
+                (self.dst / part.name / label).mkdir(parents=True, exist_ok=True)
+            self.tallies[part.name] = Tally()
         shutil.rmtree(self.dst / PARTIAL, ignore_errors=True)  # of a run that was killed
 
     def _items(self) -> Iterator[Item]:

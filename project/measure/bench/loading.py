@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler, default_collate
 from torchvision import transforms as v1
 
 from project.core.config import DIGITS, DataConfig
-from project.core.data import TrainBatchSampler, TrainImages, collate, loader_options
+from project.core.data import TrainBatchSampler, TrainImages, collate, end_workers, loader_options
 from project.core.errors import UserError
 from project.core.images import read_pixels
 from project.core.index import ImageIndex, load_splits, make_index
@@ -71,6 +71,7 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
     train = load_splits(DataConfig(root=root)).train
     index = train.select(np.unique(np.linspace(0, len(train) - 1, min(images, len(train))).astype(int)))
     numbers = list(range(len(index)))
+    decode(index, numbers)  # a file that cannot be read is named here; and all come from the page cache from now on
     batches = [numbers[begin : begin + BATCH] for begin in range(0, len(numbers), BATCH)]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         prepared = _prepare(index, Path(name), short_side=short_side, quality=quality)
@@ -121,6 +122,9 @@ def _prepare(index: ImageIndex, folder: Path, *, short_side: int, quality: int) 
     return make_index(str(folder), index.classes, names)
 
 
+_SHORTEST = 16 * 256  # entries: 16 batches
+
+
 @dataclass(frozen=True)
 class Memory:
     """Private memory of all loader processes, bytes, and when it was read."""
@@ -133,6 +137,8 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
     """Loader processes over an index of so many entries, in which the digits stand again and again."""
     if not Path("/proc/self/smaps_rollup").is_file():
         raise UserError("bench memory reads /proc/PID/smaps_rollup, which this system does not have: run it on Linux.")
+    if entries < _SHORTEST:
+        raise UserError(f"--entries {entries}: give {_SHORTEST:,} or more.")
     digits = load_splits(DataConfig(root=DIGITS)).train
     index = digits.select(np.arange(entries) % len(digits))
     dataset = TrainImages(index, TrainTransform(DataConfig(train_size=32), epochs=epochs), seed=1, skip_bad=False)
@@ -141,14 +147,18 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
     seen: list[Memory] = []
     bar = Bar()
-    for epoch in range(epochs):
-        bar.open(f"epoch {epoch + 1}/{epochs}", len(loader))
-        iterator = iter(loader)
-        pids = [process.pid for process in iterator._workers]  # type: ignore[attr-defined]
-        for number, _ in enumerate(iterator):
-            bar.advance(number, "")
-            if number == 20 or number % (len(loader) // 8) == 0 and number:
-                seen.append(Memory((epoch * len(loader) + number) * 256, sum(map(_private, pids))))
+    try:
+        for epoch in range(epochs):
+            bar.open(f"epoch {epoch + 1}/{epochs}", len(loader))
+            iterator = iter(loader)
+            pids = [process.pid for process in iterator._workers]  # type: ignore[attr-defined]
+            for number, _ in enumerate(iterator):
+                bar.advance(number, "")
+                if number == 20 or number % (len(loader) // 8) == 0 and number:
+                    seen.append(Memory((epoch * len(loader) + number) * 256, sum(map(_private, pids))))
+    except BaseException:  # a signal
+        end_workers()  # before they notice, with a traceback each
+        raise
     bar.close()
     results = Results(f"memory of {workers} loader processes, index of {entries:,} entries, {epochs} epochs", describe(), "MiB")
     table = Table(("images loaded", "private memory, MiB"))

@@ -10,11 +10,11 @@ from project.measure.timeline.rank import Plan
 from project.parity.trainers import last_lines, run_to_end
 
 # No validation, checkpoints or bar between the steps; a warm-up of the rate that is longer than the trace would be refused
-_SHORT = (
-    *("--max_epochs", "-1", "--model.warmup_epochs", "0", "--trainer.limit_val_batches", "0"),
-    *("--trainer.num_sanity_val_steps", "0", "--trainer.enable_checkpointing", "false"),
-    *("--trainer.enable_progress_bar", "false"),
-)
+SHORT = {
+    **{"--max_epochs": "-1", "--model.warmup_epochs": "0", "--trainer.limit_val_batches": "0"},
+    **{"--trainer.num_sanity_val_steps": "0", "--trainer.enable_checkpointing": "false"},
+    **{"--trainer.enable_progress_bar": "false"},
+}
 
 
 def trace_training(impl: str, arguments: Sequence[str], folder: Path, *, steps: int, timeout: float) -> None:
@@ -28,15 +28,17 @@ def trace_training(impl: str, arguments: Sequence[str], folder: Path, *, steps: 
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made: {error.strerror}. Name another folder.") from error
     ranks = str((folder / "ranks").absolute())
-    given = [*arguments, *_SHORT, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
+    short = [word for flag in SHORT.items() for word in flag]
+    given = [*arguments, *short, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
     if impl == "raw":
         command = [sys.executable, "-m", "project.measure.timeline.raw", ranks, str(steps), *given]
     else:
         callback = ["--trainer.callbacks+=project.measure.timeline.lit.Tracing"]
         callback += ["--trainer.callbacks.folder", ranks, "--trainer.callbacks.steps", str(steps)]
         command = [sys.executable, "-m", "project.fit", *given, *callback]
-    devices = flag_value(list(arguments), "--devices") or flag_value(list(arguments), "--trainer.devices") or "its"
-    print(f"{Plan(steps).total} steps of the {impl} trainer on {devices} devices, {steps} of them traced", flush=True)
+    devices = flag_value(list(arguments), "--devices") or flag_value(list(arguments), "--trainer.devices") or "its own"
+    number = f"{devices} device{'s' * (devices != '1')}"
+    print(f"{Plan(steps).total} steps of the {impl} trainer on {number}, {steps} of them traced", flush=True)
     code = run_to_end(command, folder / "output.txt", timeout=timeout, KINETO_LOG_LEVEL="99")
     if code is None:
         raise UserError(

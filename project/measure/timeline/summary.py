@@ -39,8 +39,8 @@ _ADVICE = {
     "copy": "a larger share of the step than it should be: fewer pixels (--data.train_size), or a larger network",
     "buffers": "DDP's broadcast of BatchNorm's statistics, in which ranks also wait for rank 0; DDP's "
     "broadcast_buffers false leaves it out",
-    "transfer": "more work per AllReduce: a larger --data.global_batch_size, --trainer.accumulate_grad_batches, or a faster link",
-    "optimizer": "fewer updates per image: a larger --data.global_batch_size, or --trainer.accumulate_grad_batches",
+    "transfer": "more work per AllReduce: a larger --data.global_batch_size, or a faster link",
+    "optimizer": "fewer updates per image: a larger --data.global_batch_size",
     "rest": "the trainer's own work: look between the parts in trace.json",
 }
 _NAMES = {**LABELS, "transfer": "AllReduce outside of backward"}
@@ -235,7 +235,7 @@ def lines(summary: Summary) -> list[str]:
         found += wrap(
             "reduced   ",
             f"{summary.bytes / 1e6:,.1f} MB per step and rank in {len(summary.buckets)} buckets, "
-            f"{percent(mean['hidden'] / both)} of that time hidden by backward",
+            f"{percent(mean['hidden'] / both)} of AllReduce's time hidden by backward",
         )
         found += wrap(
             "slowest   ",
