@@ -19,7 +19,7 @@ from project.measure.timeline.buckets import bucket_contents
 from project.measure.timeline.page import merge, write_all
 from project.measure.timeline.rank import WARM_UP, Plan
 from project.measure.timeline.read import RankTrace, read_rank, read_ranks
-from project.measure.timeline.run import SHORT
+from project.measure.timeline.run import QUIET
 from project.measure.timeline.spans import Reduce, Span, minus, total, union
 from project.measure.timeline.summary import Summary, find, lines, shown_ranks, summarise
 from project.trace import FIXED, parse
@@ -430,7 +430,7 @@ def test_flags() -> None:
 
 
 def test_what_a_trace_sets_itself_is_refused_by_name() -> None:
-    assert SHORT.keys() <= FIXED.keys()
+    assert QUIET.keys() <= FIXED.keys()
 
 
 def test_the_steps_that_are_traced_lie_between_others() -> None:

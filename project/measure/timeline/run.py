@@ -10,7 +10,7 @@ from project.measure.timeline.rank import Plan
 from project.parity.trainers import last_lines, run_to_end
 
 # No validation, checkpoints or bar between the steps; a warm-up of the rate that is longer than the trace would be refused
-SHORT = {
+QUIET = {
     **{"--max_epochs": "-1", "--model.warmup_epochs": "0", "--trainer.limit_val_batches": "0"},
     **{"--trainer.num_sanity_val_steps": "0", "--trainer.enable_checkpointing": "false"},
     **{"--trainer.enable_progress_bar": "false"},
@@ -28,8 +28,8 @@ def trace_training(impl: str, arguments: Sequence[str], folder: Path, *, steps: 
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made: {error.strerror}. Name another folder.") from error
     ranks = str((folder / "ranks").absolute())
-    short = [word for flag in SHORT.items() for word in flag]
-    given = [*arguments, *short, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
+    quiet = [word for flag in QUIET.items() for word in flag]
+    given = [*arguments, *quiet, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
     if impl == "raw":
         command = [sys.executable, "-m", "project.measure.timeline.raw", ranks, str(steps), *given]
     else:
