@@ -112,11 +112,24 @@ def test_noise_that_grows_ends_the_judgement(noisy: Callable[..., Run]) -> None:
     assert LIMIT == 1e-3
 
 
-# A raw trainer that adds a little of its own to every update: another each time it is run
+def test_a_loss_that_two_noisy_runs_round_alike_has_a_floor_all_the_same(noisy: Callable[..., Run]) -> None:
+    runs = [noisy(lambda step: 1e-6 if step else 0.0, seed=seed) for seed in range(2)]
+    noise = measure_noise(*runs)  # whose losses are equal
+    assert noise.floor("loss", 0.5) == 0.0
+    assert noise.floor("loss", 5.5) == 2.0**-23
+    assert noise.floor("logits", 5.5) == 0.0
+    exact = noisy(lambda _: 0.0, seed=0)
+    assert measure_noise(exact, exact).floor("loss", 5.5) == 0.0
+
+
+# A raw trainer that adds a little of its own to every update: another each time it is run, and the same in each test
 NOISY_TRAINER = """
-import os, sys, torch
+import sys, torch
+from pathlib import Path
 from project.raw import run, trainer
-step, own = trainer.Trainer.step, torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+runs = Path(__file__).with_suffix(".runs")
+runs.write_text((runs.read_text() if runs.exists() else "") + ".")
+step, own = trainer.Trainer.step, torch.Generator().manual_seed(len(runs.read_text()))
 def noisy(self):
     self.optimizer.param_groups[0]["momentum"] = {momentum}
     step(self)

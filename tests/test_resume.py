@@ -104,10 +104,8 @@ def test_E1_E2_E10_interrupted_at_every_boundary(
         assert fit([*arguments, "--ckpt_path", "last"]) == 0
         assert_equal(what_counts(out), uninterrupted)
         shutil.rmtree(out)
-    assert [n for n, place in places.items() if place == "after_validation_batch"] == [
-        11
-    ]  # its first one is a boundary: "_reach"
-    assert places[4] == "_reach"
+    assert [n for n, place in places.items() if place == "after_validation_batch"] == [11]
+    assert places[4] == "_reach"  # after its first batch, a boundary that all come to
 
 
 def start(module: str, *arguments: str | Path) -> subprocess.Popen[str]:
