@@ -163,3 +163,10 @@ def test_the_launcher_gives_back_the_signal_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert launch("tests.rank_script", ["end"], ranks=1, num_nodes=1, threads=1) == 0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_that_a_signal_ends_says_so() -> None:
+    script = "import os, signal; from project.core.command import end_by_exception; end_by_exception()"
+    command = [sys.executable, "-c", f"{script}; os.kill(os.getpid(), signal.SIGTERM)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (143, "ended by SIGTERM\n")

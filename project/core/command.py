@@ -1,6 +1,7 @@
-"""What commands that start trainers have in common: refusals as one message, and an end by a signal that ends the trainer too."""
+"""What commands with flags of their own have in common: refusals as one message, and a signal that ends their trainers, too."""
 
 import argparse
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -19,7 +20,7 @@ def end_by_exception() -> None:
     """From now on a signal raises SystemExit, so that what is running is ended on the way out."""
 
     def end(number: int, frame: object) -> None:
-        sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
+        os.write(2, f"ended by {signal.Signals(number).name}\n".encode())  # not by a stream, in whose write it may have come
         sys.exit(128 + number)
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):

@@ -130,10 +130,10 @@ class ResumableLoader(DataLoader[T]):
         self.given = 0
         self.watch: Callable[[int, Any], None] | None = None
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, no _BaseDataLoaderIter
         resume, self.resume = self.resume, None
         self.given = resume["batches"] if resume and resume["epoch"] == self.epoch else 0
-        self.batch_sampler.skip = self.given  # type: ignore[union-attr]
+        self.batch_sampler.skip = self.given  # type: ignore[union-attr]  # it is a TrainBatchSampler
         for batch in super().__iter__():
             self.given += 1
             if self.watch is not None:
@@ -142,7 +142,7 @@ class ResumableLoader(DataLoader[T]):
 
     @property
     def epoch(self) -> int:
-        return getattr(self.batch_sampler.sampler, "epoch", 0)  # type: ignore[union-attr]
+        return getattr(self.batch_sampler.sampler, "epoch", 0)  # type: ignore[union-attr]  # likewise
 
     def state_dict(self) -> dict[str, int]:
         if self.resume is not None:  # where it goes on, with nothing given since: all that is left may be the validation

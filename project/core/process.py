@@ -17,7 +17,7 @@ from project.core.errors import BadImageError, NothingToDo, UserError, WriteErro
 try:
     import resource
 except ImportError:  # on Windows
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # mypy reads Linux's
 
 ALIVE = "LOCKSTEP_ALIVE_FD"  # a pipe that closes when the launcher ends; its presence marks a rank that we started
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name, so that a rank reports to either in the same way

@@ -24,7 +24,7 @@ class Interruption(Callback):
         self.agreement: Agreement | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if started_by_us() or started_by_others():  # from Lightning's own handler until the first step
+        if started_by_us() or started_by_others():  # Lightning's own handler, until the first step; it offers no public way
             trainer._signal_connector._sigterm_notifier_fn = end_at_once  # type: ignore[method-assign,assignment]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -24,7 +24,7 @@ from project.core.progress import LINE_EVERY_S, Bar
 try:
     import fcntl
 except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # mypy reads Linux's
 
 _BLOCK = 4096  # bytes: half of it is lost with each file
 _DRAW_EVERY_S = 0.2

@@ -197,7 +197,10 @@ def _val_archive(tar: Path, labels: dict[str, str], short_side: int | None) -> P
             raise UserError(f"{tar} holds {count:,} images, not the {len(labels):,} that have labels: download it again.")
 
     classes = sorted(set(labels.values()))
-    sample = lambda: list(islice(items(), _SAMPLES))  # noqa: E731
+
+    def sample() -> list[Item]:
+        return list(islice(items(), _SAMPLES))
+
     return Part(name="val", where=tar, classes=classes, items=items, sample=sample, bytes=tar.stat().st_size)
 
 
