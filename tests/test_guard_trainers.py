@@ -11,9 +11,9 @@ from torch import nn
 
 import project.lit.run
 import project.raw.run
+from project.core.checkpoint import extract_state_dict
 from project.core.config import GuardConfig
 from project.core.errors import UserError
-from project.core.weights import extract_state_dict
 from project.guard import ReplicaError
 from project.lit.cli import ValidateCLI
 from project.lit.guard import ReplicaGuardCallback

@@ -18,10 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import project.lit.run
 import project.raw.run
 from project.core.arguments import expand
-from project.core.checkpoint import RECORD
+from project.core.checkpoint import RECORD, extract_state_dict
 from project.core.errors import UserError
 from project.core.record import read_record, read_sketch
-from project.core.weights import extract_state_dict
 from project.lit.cli import TrainCLI
 from project.raw.cli import NEUTRAL, TrainerConfig, parse
 from project.raw.distributed import ddp_options

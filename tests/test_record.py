@@ -12,7 +12,8 @@ from torch.utils.data import SequentialSampler
 
 from project.core.data import ResumableLoader, TrainBatchSampler
 from project.core.errors import UserError
-from project.core.record import Recorder, check_record_folder, digest, distance, read_record, read_sketch, sketch
+from project.core.record import digest, distance, read_record, read_sketch, sketch
+from project.core.recorder import Recorder, check_record_folder
 
 
 def test_equal_hashes_mean_equal_type_shape_and_bytes() -> None:

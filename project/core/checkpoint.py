@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import zipfile
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from project.core.errors import UserError, WriteError
+
+_PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
 RECORD = "lockstep"  # key of what both trainers say of a run in its checkpoints
 
@@ -124,3 +128,16 @@ def _is_whole(path: Path) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         return any(name.endswith("/data.pkl") and RECORD.encode() in archive.read(name) for name in archive.namelist())
+
+
+def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict[str, Tensor]:
+    """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add."""
+    for key in ("state_dict", "model", "state_dict_ema"):
+        if isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    tensors = {_PREFIX.sub("", name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if "fc.weight" not in tensors or "conv1.weight" not in tensors:
+        found = ", ".join(list(tensors)[:3]) or "no tensor"
+        raise UserError(f"{flag} {path} holds no ResNet as torchvision and timm name it (found {found}).")
+    return tensors

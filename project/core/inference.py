@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torchvision.models import ResNet, ResNet50_Weights
 
-from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.checkpoint import RECORD, extract_state_dict, read_checkpoint
 from project.core.config import DataConfig
 from project.core.decode import read_image
 from project.core.errors import BadImageError, UserError
 from project.core.index import images_below
 from project.core.model import new_model
 from project.core.transforms import Normalize, val_transform
-from project.core.weights import average_of, extract_state_dict, find_arch, read_weights
+from project.core.weights import average_of, find_arch, read_weights
 
 
 @dataclass(frozen=True)

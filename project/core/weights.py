@@ -1,18 +1,15 @@
 """State dicts of torchvision, timm and our own checkpoints, into a torchvision ResNet."""
 
-import re
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torchvision.models import ResNet
 
-from project.core.checkpoint import RECORD, read_file
+from project.core.checkpoint import RECORD, extract_state_dict, read_file
 from project.core.config import Arch
 from project.core.errors import UserError
 from project.core.model import new_model
-
-_PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
 
 def average_of(content: dict[str, Any], *, path: str) -> dict[str, Any]:
@@ -25,19 +22,6 @@ def average_of(content: dict[str, Any], *, path: str) -> dict[str, Any]:
     if not average:
         raise UserError(f"--ema: {path} holds no average; its run had no --model.ema_decay. Leave --ema out.")
     return average
-
-
-def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict[str, Tensor]:
-    """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add."""
-    for key in ("state_dict", "model", "state_dict_ema"):
-        if isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    tensors = {_PREFIX.sub("", name): value for name, value in content.items() if isinstance(value, Tensor)}
-    if "fc.weight" not in tensors or "conv1.weight" not in tensors:
-        found = ", ".join(list(tensors)[:3]) or "no tensor"
-        raise UserError(f"{flag} {path} holds no ResNet as torchvision and timm name it (found {found}).")
-    return tensors
 
 
 def read_weights(path: str, *, flag: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from project.core.record import Recorder
+from project.core.recorder import Recorder
 from project.lit.module import Classifier
 
 

@@ -15,7 +15,7 @@ from project.core.model import check_num_classes
 from project.core.plan import available_cores, count_epochs
 from project.core.process import is_first_rank, started_by_others, started_by_us
 from project.core.recipe import recipe_lines
-from project.core.record import check_record_folder
+from project.core.recorder import check_record_folder
 from project.core.report import accuracy, data_lines, run_lines
 from project.core.weights import find_arch, read_weights
 from project.lit.checks import check_fit

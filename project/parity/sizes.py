@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.core.checkpoint import read_checkpoint
+from project.core.checkpoint import extract_state_dict, read_checkpoint
 from project.core.record import digest, tensor_file
-from project.core.weights import extract_state_dict
 from project.parity.run import Run
 
 PARTS = ("images", "logits", "local", "reduced", "weights", "optimizer", "buffers")  # in order of cause

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from project.core.record import Recorder
+from project.core.recorder import Recorder
 from project.raw.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from project.core.model import check_num_classes
 from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
 from project.core.process import is_first_rank, keep_errors, report_failure, started_by_others, started_by_us
 from project.core.recipe import recipe_lines
-from project.core.record import check_record_folder
+from project.core.recorder import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
 from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches

@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from project.core.checkpoint import RECORD, read_checkpoint, write_atomic
+from project.core.checkpoint import RECORD, extract_state_dict, read_checkpoint, write_atomic
 from project.core.ema import build_ema
 from project.core.mixing import Mixing
 from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
 from project.core.plan import count_epochs, count_steps, limit_batches
-from project.core.weights import extract_state_dict
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
