@@ -102,6 +102,17 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
     return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
 
 
+def training(name: str, module: str, arguments: list[object]) -> dict[str, object]:
+    """A job that is `python -m module arguments` under torchrun."""
+    wing = {"project.fit": "project.lit.run", "project.fit_raw": "project.raw.run"}[module]
+    text = (
+        f"from project.core.process import run_command\nfrom {wing} import fit\n"
+        f"run_command(lambda: fit({list(map(str, arguments))}))\n"
+    )
+    environment = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
+    return {"name": name, "text": text, "env": environment, "modules": [wing, "torch._dynamo", "matplotlib.pyplot"]}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of the tests' own."""

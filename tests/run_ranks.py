@@ -1,11 +1,13 @@
 """Runs scripts on ranks of their own as torchrun does, each in milliseconds: `python -m tests.run_ranks JOBS.json OUT.json`.
 
-torch is imported once, then each rank is forked. As under torchrun the store outlives the ranks, and the first rank to fail
-ends the others. A job is {"name", "text", "ranks", "timeout", "env"}; of each comes {"codes": [per rank, negative for signals],
-"out": [text per rank, both streams], "seconds", "left": processes that outlived their rank, "late": ended by the timeout}.
+torch is imported once, and what a job names as "modules", then each rank is forked. As under torchrun the store outlives the
+ranks, and the first rank to fail ends the others. A job is {"name", "text", "ranks", "timeout", "env", "modules"}; of each comes
+{"codes": [per rank, negative for signals], "out": [text per rank, both streams], "seconds", "left": processes that outlived
+their rank, "late": ended by the timeout}.
 """
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -18,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  # for all ranks
+import torch
 import torch.distributed
 import torch.nn.parallel
 import torch.utils.data
@@ -42,6 +44,7 @@ def fork_rank(script: Path, rank: int, environment: dict[str, str]) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch reads when it is imported
     code = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -115,6 +118,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    for module in {module for job in jobs for module in job.get("modules", [])}:
+        importlib.import_module(module)
     for job in jobs:
         folder = Path(tempfile.mkdtemp())  # not TemporaryDirectory: each rank would remove it when it exits
         results[job["name"]] = run(job, folder)

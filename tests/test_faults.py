@@ -64,16 +64,13 @@ def test_a_fault_is_named_rightly_only_by_phase_and_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_faults_of_three_phases_are_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of the phase `data` is in the matrix's test of a broken trainer."""
-    names = ["summed", "momentum", "padding-counted"]
-    assert inject(names, tmp_path, timeout=120) == 0, capsys.readouterr().out
+def test_a_fault_is_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the phase `update`: those of four others are found in real runs of notebook 05, and one in the matrix's test."""
+    assert inject(["momentum"], tmp_path, timeout=120) == 0, capsys.readouterr().out
     found = {
         each["name"]: (each["found_phase"], each["found_step"]) for each in json.loads((tmp_path / "detection.json").read_text())
     }
     assert found == {
         "(none)": ("", None),
-        "summed": ("reduced gradient", 0),
         "momentum": ("update", 1),
-        "padding-counted": ("metric", 2),
     }

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from project.core.errors import UserError
 from project.guard import ReplicaError
 from project.lit.cli import ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
-from tests.conftest import SMALL, run_jobs, run_module
+from tests.conftest import SMALL, run_jobs, training
 
 RUN = [
     *(*SMALL, "--devices", "2", "--max_epochs", "2", "--data.num_workers", "1", "--trainer.limit_train_batches", "3"),
@@ -57,22 +56,22 @@ trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True, num_workers=0
 """
 
 
-def end_of(module: str, folder: Path, *more: str) -> dict[str, Any]:
-    finished = run_module(module, *RUN, "--trainer.default_root_dir", folder, *more)
-    assert finished.code == 0, finished.err
-    [checkpoint] = folder.glob("runs/*/checkpoints/last.ckpt")
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    return extract_state_dict(content, path=str(checkpoint), flag="")
-
-
 @pytest.mark.slow
 def test_the_guard_changes_no_bit(tmp_path: Path) -> None:
     """Of either trainer: without a guard both do the same."""
-    without = end_of("project.fit_raw", tmp_path / "without", "--guard.every", "0")
-    assert len(without) > 100
-    for module in ("project.fit", "project.fit_raw"):
-        with_guard = end_of(module, tmp_path / module, "--guard.every", "1")
-        torch.testing.assert_close(with_guard, without, rtol=0, atol=0)
+    runs = {"without": ("project.fit_raw", 0), "lit": ("project.fit", 1), "raw": ("project.fit_raw", 1)}
+    jobs = [
+        training(name, module, [*RUN, "--trainer.default_root_dir", tmp_path / name, "--guard.every", every])
+        for name, (module, every) in runs.items()
+    ]
+    ends = {}
+    for name, ran in run_jobs(tmp_path, jobs).items():
+        assert ran.codes == [0, 0], ran.out
+        content = torch.load(tmp_path / name / "runs/0/checkpoints/last.ckpt", map_location="cpu", weights_only=True)
+        ends[name] = extract_state_dict(content, path=name, flag="")
+    assert len(ends["without"]) > 100
+    for name in ("lit", "raw"):
+        torch.testing.assert_close(ends[name], ends["without"], rtol=0, atol=0)
 
 
 @pytest.mark.slow

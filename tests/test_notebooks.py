@@ -5,6 +5,9 @@ Their own assertions make a false sentence fail. `python -m tests.execute_notebo
 
 import ast
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.execute_notebooks import METADATA, NOTEBOOKS, clean, execute
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SHOWS = {"print", "display", "show", "Markdown", "HTML", "Image"}  # calls that leave an output
+IMPORT_S = 6.0  # for torch, lightning and torchvision, on the two server cores that the minute is meant for
 A_MACHINES_OWN = re.compile(r"(?<![\w.])/(?:home|root|tmp|opt|work|usr|var|private|Users|mnt)/|[A-Z]:\\\\?Users")
 
 
@@ -118,15 +122,23 @@ def test_a_broken_record_is_noticed(problem: str) -> None:
     assert problems(notebook) == [problem]
 
 
+def seconds_to_import() -> float:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch, lightning, torchvision"], check=True, timeout=300)
+    return time.monotonic() - began
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a machine that does much else
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_runs_within_a_minute_on_two_cores(path: Path) -> None:
     done = execute(path)
-    # A second of CPU that something else takes delays it by a second at most, so on an idle machine it takes no longer than:
-    assert done.wall - done.others <= 60
-    # Where much else runs that says little; but no more than this fits into a minute of two cores.
-    assert done.own <= 120
+    # A second of CPU that something else takes delays it by a second at most, so on an idle machine it takes no longer than wall
+    # less others. Where much else runs that says little; but no more CPU time than 120 s fits into a minute of two cores.
+    if done.wall - done.others > 60 or done.own > 120:
+        slowness = seconds_to_import() / IMPORT_S
+        assert done.wall - done.others <= 60 * slowness
+        assert done.own <= 120 * slowness
     assert problems(clean(done.notebook)) == []
 
 

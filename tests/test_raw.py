@@ -24,7 +24,7 @@ from project.core.record import read_record, read_sketch
 from project.lit.cli import TrainCLI
 from project.raw.cli import NEUTRAL, TrainerConfig, parse
 from project.raw.distributed import ddp_options
-from tests.conftest import REPOSITORY, SMALL, Finished, run_module, write_images
+from tests.conftest import REPOSITORY, SMALL, Finished, run_jobs, run_module, training, write_images
 
 # 22 training images over 2 ranks are 11 each: 5 batches of 2 and one of 1, in windows of 4 and a tail of 2, so 2 steps an
 # epoch. 7 validation images are 4 each, one of them padding. Clipping binds; the rate rises through the first epoch.
@@ -176,13 +176,26 @@ def test_both_write_the_same_events(lit: Path, raw: Path) -> None:
     assert [step for step, _ in found[0]["val/top1"]] == [2, 4]
 
 
+@pytest.fixture(scope="module")
+def continued(root: Path) -> Path:
+    """Three steps of each trainer, then Lightning to the end from either's file."""
+    jobs = []
+    for begun, module in (("begun", "project.fit_raw"), ("lit-begun", "project.fit")):
+        first = [*RUN, "--data.root", root / "data", "--trainer.default_root_dir", root / begun, "--trainer.max_steps", 3]
+        last = root / begun / "runs/0/checkpoints/last.ckpt"
+        rest = [*RUN, "--data.root", root / "data", "--trainer.default_root_dir", root / f"{begun}-rest", "--ckpt_path", last]
+        jobs += [training(begun, module, first), training(f"{begun}-rest", "project.fit", rest)]
+    for ran in run_jobs(root, jobs).values():
+        assert ran.codes == [0, 0], ran.out
+        assert ran.out[0].count("= 2 ranks x 2 x 4 accumulated, 2 steps per epoch") == 1
+    return root
+
+
 @pytest.mark.slow
-def test_lightning_goes_on_from_the_middle_of_raws_epoch(root: Path, lit: Path) -> None:
-    begun = train("project.fit_raw", root, "begun", "--trainer.max_steps", "3")
-    record = load(begun / "checkpoints/last.ckpt")[RECORD]
+def test_lightning_goes_on_from_the_middle_of_raws_epoch(continued: Path, lit: Path) -> None:
+    record = load(continued / "begun/runs/0/checkpoints/last.ckpt")[RECORD]
     assert [record[key] for key in ("epoch", "step", "batches", "complete")] == [1, 3, 4, False]
-    ended = train("project.fit", root, "lit-ended", "--ckpt_path", begun / "checkpoints/last.ckpt")
-    assert_same_end(ended, lit)
+    assert_same_end(continued / "begun-rest/runs/0", lit)
 
 
 @pytest.mark.slow
@@ -194,10 +207,8 @@ def test_raw_goes_on_from_the_middle_of_lightnings_epoch_under_torchrun(root: Pa
 
 
 @pytest.mark.slow
-def test_lightning_goes_on_from_its_own_file_that_max_steps_left_inside_an_epoch(root: Path, lit: Path) -> None:
-    begun = train("project.fit", root, "lit-begun", "--trainer.max_steps", "3")
-    ended = train("project.fit", root, "lit-rest", "--ckpt_path", begun / "checkpoints/last.ckpt")
-    assert_same_end(ended, lit)
+def test_lightning_goes_on_from_its_own_file_that_max_steps_left_inside_an_epoch(continued: Path, lit: Path) -> None:
+    assert_same_end(continued / "lit-begun-rest/runs/0", lit)
 
 
 @pytest.mark.slow

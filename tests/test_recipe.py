@@ -342,11 +342,10 @@ def test_a_gpu_is_tuned_unless_bits_matter() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_network_keeps_its_names() -> None:
-    """What is saved compiled loads uncompiled, and back; the logits are the same to rounding."""
-    plain = build_model(ModelConfig(arch="resnet18"), num_classes=4, seed=1).eval()
-    compiled = build_model(ModelConfig(arch="resnet18"), num_classes=4, seed=1).eval()
+    """What is saved compiled loads uncompiled, and back; the outputs are the same to rounding. One layer takes seconds."""
+    plain, compiled = (build_model(ModelConfig(arch="resnet18"), num_classes=4, seed=1).eval().layer1 for _ in range(2))
     compiled.compile()
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, 64, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), plain(images), rtol=1e-4, atol=1e-4)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
