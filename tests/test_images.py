@@ -1,5 +1,6 @@
 """Every kind of image file becomes correct RGB, and what cannot be read is named."""
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from project.core.decode import read_image
 from project.core.errors import BadImageError
 from project.core.images import read_pixels
 from project.core.seed import seeded
-from project.core.transforms import Normalize, TrainTransform, val_transform
+from project.core.transforms import Normalize, RandomResizedCrop, TrainTransform, val_transform
 from tests.conftest import PHOTOS
 
 RGB = np.dstack([np.full((8, 8), value, dtype=np.uint8) for value in (200, 100, 50)])
@@ -108,3 +109,18 @@ def test_training_pixels_are_those_of_torchvisions_transforms_on_pillows_image()
             pixels = ours(read_pixels(str(path)), 0)
         with seeded(number):
             assert torch.equal(pixels, theirs(read_image(str(path))))
+
+
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (1.0, 1.0)])
+def test_crops_are_drawn_as_torchvision_draws_them(scale: tuple[float, float]) -> None:
+    """From the same random numbers, of which as many are used, also where no draw fits."""
+    crop, central = RandomResizedCrop(32, scale=scale), 0
+    for rows, columns in itertools.product([1, 2, 3, 5, 8, 30, 31, 100, 375, 500], repeat=2):
+        with seeded(1000 * rows + columns):
+            theirs = crop.make_params([torch.empty(3, rows, columns)])
+            following = torch.rand(1)
+        with seeded(1000 * rows + columns):
+            assert crop.draw(rows, columns) == (theirs["top"], theirs["left"], theirs["height"], theirs["width"])
+            assert torch.equal(torch.rand(1), following)
+        central += (theirs["top"], theirs["left"]) == ((rows - theirs["height"]) // 2, (columns - theirs["width"]) // 2)
+    assert central > 10

@@ -1,10 +1,21 @@
 """A file to the pixels that the transforms take."""
 
+import os
+
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from project.core.decode import decode_jpeg, read_image
+
+
+def _read(path: str) -> bytes:
+    """A whole file in four system calls, where a file object makes seven."""
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        return os.read(file, os.fstat(file).st_size)
+    finally:
+        os.close(file)
 
 
 def read_pixels(path: str) -> Tensor:
@@ -14,8 +25,7 @@ def read_pixels(path: str) -> Tensor:
         BadImageError: as `read_image`.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            pixels = decode_jpeg(file.read())
+        pixels = decode_jpeg(_read(path))
     except OSError:
         pixels = None  # read_image says why
     return pil_to_tensor(read_image(path)) if pixels is None else torch.from_numpy(pixels).permute(2, 0, 1)

@@ -1,5 +1,7 @@
 """Pixels on the way to the model: torchvision's v2 transforms on uint8 tensors, normalisation on the device."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,25 +55,48 @@ def check_growth(config: DataConfig, *, epochs: float | None) -> None:
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
-    """torchvision's, to the bit, in half of its time: the crop is copied before it is resized, as [h, w, 3]."""
+    """torchvision's, to the bit, in half of its time: the crop is copied before it is resized, as [h, w, 3].
+
+    After a decoder has emptied the caches of a core each call into torch takes 10 us or more, so there are few.
+    """
 
     def __init__(self, size: int, *, scale: tuple[float, float]) -> None:
         super().__init__(size, scale=scale)
         self._log_ratio = torch.log(torch.tensor(self.ratio)).tolist()  # its bounds as numbers, not read from a tensor each time
+        self._number, self._place = torch.empty(1), torch.empty(1, dtype=torch.int64)  # which it draws into
 
     def forward(self, image: Tensor) -> Tensor:
-        box = self.make_params([image])
-        top, left = box["top"], box["left"]
-        crop = image[None, :, top : top + box["height"], left : left + box["width"]]
+        top, left, height, width = self.draw(*image.shape[1:])
+        channel, row, column = image.stride()
+        first = image.storage_offset() + top * row + left * column
+        crop = image.as_strided((1, 3, height, width), (3 * channel, channel, row, column), first)
         crop = crop.contiguous(memory_format=torch.channels_last)
         return F.interpolate(crop, self.size, mode="bilinear", antialias=True)[0]
+
+    def draw(self, rows: int, columns: int) -> tuple[int, int, int, int]:
+        """Top, left, height and width of the crop of an image, pixels, as `make_params` draws them."""
+        area = rows * columns
+        for _ in range(10):
+            target = area * self._number.uniform_(*self.scale).item()
+            aspect = self._number.uniform_(*self._log_ratio).exp_().item()
+            width, height = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+            if 0 < width <= columns and 0 < height <= rows:
+                top = self._place.random_(0, rows - height + 1).item()
+                return int(top), int(self._place.random_(0, columns - width + 1).item()), height, width
+        low, high = self.ratio  # none fits: the centre, of as much as the ratio allows
+        width, height = min(columns, round(rows * high)), min(rows, round(columns / low))
+        return (rows - height) // 2, (columns - width) // 2, height, width
 
 
 class RandomHorizontalFlip(v2.RandomHorizontalFlip):
     """torchvision's, of one tensor: without its search through nested inputs, which takes as long as the flip."""
 
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self._number = torch.empty(1)
+
     def forward(self, image: Tensor) -> Tensor:
-        return image if torch.rand(1) >= self.p else image.flip(-1)
+        return image if self._number.uniform_().item() >= self.p else image.flip(-1)
 
 
 def _augment(config: DataConfig, size: int) -> v2.Compose:
