@@ -16,7 +16,7 @@ from PIL import Image
 from project.core.errors import UserError
 from project.measure.timeline.analysis import PARTS, Step, analyse, match_buckets
 from project.measure.timeline.buckets import bucket_contents
-from project.measure.timeline.page import merge, write_all
+from project.measure.timeline.page import marked, merge, write_all
 from project.measure.timeline.rank import WARM_UP, Plan
 from project.measure.timeline.read import RankTrace, read_rank, read_ranks
 from project.measure.timeline.run import QUIET
@@ -390,6 +390,21 @@ def test_one_trace_holds_all_ranks() -> None:
                 ends = [end for end in ends if end > start + 1e-3]
                 assert all(start - length <= end + 1e-3 for end in ends)
                 ends.append(start - length)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("a larger --data.global_batch_size.", ["--data.global_batch_size"]),
+        ("give --trainer.precision bf16-mixed, or less", ["--trainer.precision bf16-mixed"]),
+        ("more of --data.num_workers on <rank 0>", ["--data.num_workers"]),
+        ("nothing to change.", []),
+    ],
+)
+def test_flags_in_a_sentence(text: str, flags: list[str]) -> None:
+    html = marked(text)
+    assert re.findall('<code class="flag">(.*?)</code>', html) == flags
+    assert "<rank" not in html
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:

@@ -84,11 +84,19 @@ def check_batches(plan: BatchPlan, *, train_size: int) -> None:
         )
 
 
-def check_shared_memory(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> None:
-    """Batches that wait in the loaders' shared memory must fit into it; containers often have 64 MB."""
+def check_loaders(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> None:
+    """Loader processes need open files, and shared memory for the batches that wait: without, a trainer would wait for ever."""
     workers = loader_workers(data.num_workers, local_ranks=local_ranks)
-    memory = Path("/dev/shm")
-    if not workers or not memory.is_dir():
+    if not workers:
+        return
+    needed, most = _OPEN_FILES + workers * _OPEN_FILES_OF_A_LOADER, most_open_files()
+    if most < needed:
+        raise UserError(
+            f"ulimit -n {most:.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}."
+            "\nRaise it (ulimit -Hn), or give --data.num_workers 0."
+        )
+    memory = Path("/dev/shm")  # of which containers often have 64 MB
+    if not memory.is_dir():
         return
     largest = max(data.train_size, data.val_size)
     waiting = local_ranks * workers * _PREFETCHED * plan.per_rank_batch * 3 * largest**2
@@ -98,18 +106,6 @@ def check_shared_memory(plan: BatchPlan, data: DataConfig, *, local_ranks: int) 
             f"/dev/shm has {free / 1e6:,.0f} MB free, and {local_ranks} ranks x {workers} loader processes need about "
             f"{waiting / 1e6:,.0f} MB in it.\nGive a smaller --data.num_workers (0 needs none), or the container more "
             "(docker run --shm-size)."
-        )
-
-
-def check_open_files(data: DataConfig, *, local_ranks: int) -> None:
-    """A loader process that may open no more files stops handing batches over, and its trainer would wait."""
-    workers = loader_workers(data.num_workers, local_ranks=local_ranks)
-    needed = _OPEN_FILES + workers * _OPEN_FILES_OF_A_LOADER
-    most = most_open_files()
-    if workers and most < needed:
-        raise UserError(
-            f"ulimit -n {most:.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}."
-            "\nRaise it (ulimit -Hn), or give --data.num_workers 0."
         )
 
 

@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Trainer
 
-from project.core.checks import check_open_files, check_recipe, check_resume, check_shared_memory, check_weights
+from project.core.checks import check_loaders, check_recipe, check_resume, check_weights
 from project.core.index import Splits
 from project.core.model import check_num_classes
 from project.core.plan import BatchPlan
@@ -18,8 +18,7 @@ def check_fit(
     plan = plan_batches(data.config, splits, trainer)
     last = total_steps(trainer, plan)
     check_recipe(plan, model.config, data.config, total_steps=last)
-    check_shared_memory(plan, data.config, local_ranks=trainer.num_devices)
-    check_open_files(data.config, local_ranks=trainer.num_devices)
+    check_loaders(plan, data.config, local_ranks=trainer.num_devices)
     if ckpt_path is None:
         check_weights(model.config, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:

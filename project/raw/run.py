@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from project.core.agreement import Interrupted
 from project.core.arguments import expand
-from project.core.checks import check_open_files, check_recipe, check_resume, check_shared_memory, check_weights
+from project.core.checks import check_loaders, check_recipe, check_resume, check_weights
 from project.core.device import tune
 from project.core.index import Splits, load_splits
 from project.core.launch import launch
@@ -73,8 +73,7 @@ def check_fit(settings: Settings, splits: Splits) -> tuple[BatchPlan, list[str]]
     plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
     last = total_steps(trainer, plan)
     check_recipe(plan, settings.model, settings.data, total_steps=last)
-    check_shared_memory(plan, settings.data, local_ranks=int(trainer.devices))
-    check_open_files(settings.data, local_ranks=int(trainer.devices))
+    check_loaders(plan, settings.data, local_ranks=int(trainer.devices))
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:

@@ -106,6 +106,11 @@ def drawing(summary: Summary, steps: Sequence[Sequence[Step]]) -> dict[str, Any]
     return {"ranks": ranks, "buckets": [{"names": b["names"], "bytes": b["bytes"]} for b in summary.buckets]}
 
 
+def marked(text: str) -> Markup:
+    """Flags, with a value before a comma or the like, in the font of code."""
+    return Markup(re.sub(r"--\w+(\.\w+)*( [\w-]+(?=[,;).]))?", r'<code class="flag">\g<0></code>', str(escape(text))))
+
+
 def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) -> str:
     """One page that needs nothing but itself."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -114,7 +119,7 @@ def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) 
     drawn = json.dumps(drawing(summary, steps), separators=(",", ":")).replace("</", "<\\/")
     return template.render(
         summary=summary,
-        finding=Markup(re.sub(r"--[\w.]+( [\w-]+(?=[,;).]))?", r'<code class="flag">\g<0></code>', str(escape(summary.finding)))),
+        finding=marked(summary.finding),
         drawn=drawn,
         table=table(summary),
         ranks=shown_ranks(summary),
