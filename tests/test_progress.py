@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from project.core.progress import epoch_name
+from project.core.progress import LINE_EVERY_S, Bar, epoch_name
 from project.raw.metrics import TrainMetrics
 from project.raw.progress import Progress
 
@@ -34,6 +34,21 @@ def test_without_a_terminal_there_are_lines_only(monkeypatch: pytest.MonkeyPatch
     train().close()
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("epoch 1/2: loss 1.500, top-1 50.00 %, top-5 100.00 %, ")
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_what_takes_minutes_says_where_it_is(
+    lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    bar = Bar(lines=lines)
+    bar.open("measuring", 8)
+    for done, status in enumerate(["raw trainer", "bare loop", ""]):
+        clock[0] += LINE_EVERY_S * (1 if done == 0 else 2)
+        bar.advance(done, status)
+    assert capsys.readouterr().out.splitlines() == (["measuring 1/8: bare loop", "measuring 2/8"] if lines else [])
 
 
 def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

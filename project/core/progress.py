@@ -1,12 +1,13 @@
 """How both trainers show where they are: one bar in a terminal, plain lines without one."""
 
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY_S = 60.0  # without a terminal, inside a long epoch
+LINE_EVERY_S = 60.0  # without a terminal, inside a long epoch and the like
 
 
 def epoch_name(epoch: int, last: int | None) -> str:
@@ -19,10 +20,11 @@ class Bar:
 
     Attributes:
         enabled: False on all ranks but the first, and where the user wants to see nothing.
+        lines: Without a terminal, print where it is once a minute.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self, *, enabled: bool = True, lines: bool = False) -> None:
+        self.enabled, self.lines = enabled, lines
         self.console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
 
@@ -32,6 +34,7 @@ class Bar:
 
     def open(self, description: str, total: float) -> None:
         """Begin to count, in the place of what was counted before."""
+        self._opened, self._said = f"{description} {{}}/{total:.0f}", time.monotonic()
         if not (self.enabled and self.console.is_terminal):
             return
         if self._progress is None:
@@ -54,6 +57,9 @@ class Bar:
         """Show `completed`; `total` where it was an estimate until now."""
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, status=status, total=total)
+        elif self.lines and time.monotonic() - self._said > LINE_EVERY_S:
+            self._said = time.monotonic()
+            self.print(self._opened.format(completed) + (f": {status}" if status else ""))
 
     def print(self, *text: Any) -> None:
         if self.enabled:

@@ -84,7 +84,7 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
             "decoding alone, ours": lambda numbers: decode(index, numbers),
         }
         samples: dict[str, list[float]] = {name: [] for name in contestants}
-        bar = Bar()
+        bar = Bar(lines=True)
         bar.open("measuring", (rounds + 1) * len(contestants))
         for done, (number, name) in enumerate(itertools.product(range(rounds + 1), contestants)):
             bar.advance(done, name)
@@ -146,7 +146,7 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
     options = loader_options(num_workers=workers, pin_memory=False)
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
     seen: list[Memory] = []
-    bar = Bar()
+    bar = Bar(lines=True)
     try:
         for epoch in range(epochs):
             bar.open(f"epoch {epoch + 1}/{epochs}", len(loader))

@@ -25,7 +25,7 @@ def bench_ranks(*, most: int, batch: int, size: int, rounds: int, bf16: bool) ->
     names = {count: f"{count} rank{'s' * (count > 1)}" for count in counts}
     whole: dict[int, list[float]] = {count: [] for count in counts}
     alone: dict[int, list[float]] = {count: [] for count in counts}
-    bar = Bar()
+    bar = Bar(lines=True)
     bar.open("starting", len(counts))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Turns(Path(folder)) as turns:
         for done, count in enumerate(counts):

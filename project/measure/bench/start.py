@@ -34,7 +34,7 @@ def bench_start(*, devices: int, rounds: int, files: int) -> Results:
     commands = {"Lightning trainer": "project.fit", "raw trainer": "project.fit_raw"}
     totals: dict[str, list[float]] = {name: [] for name in ("imports alone", *commands)}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    bar = Bar()
+    bar = Bar(lines=True)
     bar.open("measuring", rounds + 1)
     for number in range(rounds + 1):
         bar.advance(number, "imports alone")

@@ -79,7 +79,7 @@ def contestants(options: StepOptions, folder: Path) -> list[Contestant]:
 
 def bench_step(options: StepOptions) -> Results:
     """Turns of all contestants, and what they say."""
-    bar = Bar()
+    bar = Bar(lines=True)
     steps = 300 if options.tiny else 1
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
