@@ -16,7 +16,7 @@ import torch
 import project.lit.run
 import project.raw.run
 from project.core.agreement import STOP, Agreement
-from project.core.checkpoint import RECORD
+from project.core.checkpoint import RECORD, extract_state_dict
 from tests.conftest import REPOSITORY, SMALL, run_jobs, run_module, write_images
 
 FIT = {"project.fit": project.lit.run.fit, "project.fit_raw": project.raw.run.fit}
@@ -46,7 +46,7 @@ def what_counts(folder: Path) -> dict[str, Any]:
     record = content[RECORD]
     kept = {name: record[name] for name in ("epoch", "step", "batches", "complete", "optimizer", "schedule", "ema", "metrics")}
     validations = [row for row in record["history"] if "val/top1" in row]
-    return {**kept, "state_dict": content["state_dict"], "validations": validations}
+    return {**kept, "state_dict": extract_state_dict(content, path=str(newest), flag=""), "validations": validations}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
