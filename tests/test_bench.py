@@ -128,8 +128,8 @@ def test_bench_data_beats_the_classic_path(tmp_path: Path) -> None:
     done = bench("data", "--data.root", root, "--images", "40", "--rounds", "3", "--json", str(tmp_path / "data.json"))
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "data.json").read_text())["values"]
-    assert values["ours, original files"]["of_classic"] > 1.6  # 1.9 on a quiet machine
-    assert values["ours, prepared folder"]["of_classic"] > 3.5  # 4.7 on a quiet machine
+    assert values["ours, original files"]["of_classic"] > 1.6  # about 2
+    assert values["ours, prepared folder"]["of_classic"] > 3.5  # about 5
 
 
 @pytest.mark.slow

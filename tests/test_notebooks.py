@@ -122,6 +122,24 @@ def test_a_broken_record_is_noticed(problem: str) -> None:
     assert problems(notebook) == [problem]
 
 
+def within_a_minute(wall: float, own: float, import_s: float) -> bool:
+    """Of two cores on which imports take 6 s: on slower ones as many times longer, and never more than two minutes.
+
+    Where much else runs the wall time says little; but no more CPU time than 120 s fits into a minute of two cores.
+    """
+    slowness = min(2.0, max(1.0, import_s / IMPORT_S))
+    return wall <= 60 * slowness and own <= 120 * slowness
+
+
+@pytest.mark.parametrize(
+    ("wall", "own", "import_s", "within"),
+    [(60, 120, 6, True), (61, 90, 6, False), (61, 90, 3, False), (50, 121, 6, False), (80, 90, 8, True), (80, 90, 7, False)]
+    + [(121, 90, 60, False), (90, 241, 60, False)],
+)
+def test_a_minute(wall: float, own: float, import_s: float, within: bool) -> None:
+    assert within_a_minute(wall, own, import_s) == within
+
+
 def seconds_to_import() -> float:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch, lightning, torchvision"], check=True, timeout=300)
@@ -133,12 +151,9 @@ def seconds_to_import() -> float:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_runs_within_a_minute_on_two_cores(path: Path) -> None:
     done = execute(path)
-    # A second of CPU that something else takes delays it by a second at most, so on an idle machine it takes no longer than wall
-    # less others. Where much else runs that says little; but no more CPU time than 120 s fits into a minute of two cores.
-    if done.wall - done.others > 60 or done.own > 120:
-        slowness = seconds_to_import() / IMPORT_S
-        assert done.wall - done.others <= 60 * slowness
-        assert done.own <= 120 * slowness
+    # A second of CPU that something else takes delays it by a second at most, so on an idle machine it takes no longer than this:
+    wall = done.wall - done.others
+    assert within_a_minute(wall, done.own, IMPORT_S) or within_a_minute(wall, done.own, seconds_to_import()), (wall, done.own)
     assert problems(clean(done.notebook)) == []
 
 

@@ -57,7 +57,7 @@ def check_growth(config: DataConfig, *, epochs: float | None) -> None:
 class RandomResizedCrop(v2.RandomResizedCrop):
     """torchvision's, to the bit, in half of its time: the crop is copied before it is resized, as [h, w, 3].
 
-    After a decoder has emptied the caches of a core each call into torch takes 10 us or more, so there are few.
+    After a decoder has emptied a core's caches a call into torch takes several times as long as in a loop, so there are few.
     """
 
     def __init__(self, size: int, *, scale: tuple[float, float]) -> None:

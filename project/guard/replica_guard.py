@@ -700,7 +700,7 @@ class ReplicaGuard:
         parts = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
         for number, part in enumerate(parts[1:], start=1):
             self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # the stub knows str only
-        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])  # type: ignore[arg-type]
+        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])  # type: ignore[arg-type]  # likewise
 
     def _get(self, key: str) -> tuple[dict[str, Any], Any]:
         """What `_put` has put there, which is taken away."""

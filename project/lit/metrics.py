@@ -81,7 +81,7 @@ class TrainMetrics(Callback):
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning declares it nowhere
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_start(trainer, pl_module)  # which is not called for an epoch that is resumed
