@@ -48,7 +48,7 @@ def main() -> int:
             table.add_row("" if position else path, trained.labels[i], f"{probability:.2%}", end_section=i == found[-1][0])
     Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty()).print(table)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     for error in failed:
         sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
     return 1 if failed else 0

@@ -10,10 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from PIL import Image
+# What surrounds the tests does not change their results, whoever runs them and where: here go the variables of another launch, of
+# an allocation of SLURM's, and of a person's terminal, before anything reads them. `tests/hostile.py` brings them.
+OF_OTHERS = ("SLURM_", "TORCHELASTIC_", "TORCH_", "NCCL_", "GLOO_", "OMPI_", "PMI_", "PL_", "LOCKSTEP_RECORD_", "GROUP_", "ROLE_")
+OF_OTHERS += ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_", "OMP_NUM_THREADS")
+OF_OTHERS += ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "TERM", "MPLBACKEND", "PYTHONIOENCODING")
+for _name in [name for name in os.environ if name.startswith(OF_OTHERS)]:
+    del os.environ[_name]
+os.umask(0o022)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[1]
 PHOTOS = REPOSITORY.parent / "shared" / "data"  # real photographs, where they are
@@ -54,7 +63,7 @@ def run_module(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         cwd=REPOSITORY,
@@ -91,7 +100,7 @@ class Ran:
 def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
     """Scripts on ranks of their own (`tests/run_ranks.py`), from one process that has a time limit."""
     jobs = [{"ranks": 2, "timeout": 60, **job} for job in jobs]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     command = [sys.executable, "-m", "tests.run_ranks", str(folder / "jobs.json"), str(folder / "out.json")]
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
     try:
@@ -99,7 +108,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]]) -> dict[str, Ran]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text()).items()}
+    return {name: Ran(**result) for name, result in json.loads((folder / "out.json").read_text(encoding="utf-8")).items()}
 
 
 def training(name: str, module: str, arguments: list[object]) -> dict[str, object]:

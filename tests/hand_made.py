@@ -110,7 +110,7 @@ def make_ranks(*, world_size: int = 2, epochs: int = 2, folder: Path | None = No
 def write_ranks(ranks: dict[int, list[Event]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for rank, events in ranks.items():
-        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
 
 
 def steps(events: list[Event], kind: str = "step") -> list[Event]:

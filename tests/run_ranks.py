@@ -78,7 +78,7 @@ def is_alive(group: int) -> bool:
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     ranks, script, port = job["ranks"], folder / f"{job['name']}.py", free_port()
-    script.write_text(job["text"])
+    script.write_text(job["text"], encoding="utf-8")
     environment = {
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
         **{"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", **job.get("env", {})},
@@ -112,19 +112,19 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.kill(keeper, signal.SIGKILL)
     os.waitpid(keeper, 0)
-    out = [(folder / f"{rank}.txt").read_text() for rank in range(ranks)]
+    out = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(ranks)]
     return {"codes": codes, "out": out, "seconds": time.monotonic() - started, "left": left, "late": late}
 
 
 def main() -> None:
-    jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), {}
     for module in {module for job in jobs for module in job.get("modules", [])}:
         importlib.import_module(module)
     for job in jobs:
         folder = Path(tempfile.mkdtemp())  # not TemporaryDirectory: each rank would remove it when it exits
         results[job["name"]] = run(job, folder)
         shutil.rmtree(folder)
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

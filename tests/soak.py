@@ -160,7 +160,7 @@ def main() -> int:
             arguments = [*RUN, *MORE, "--data.root", str(data), "--trainer.default_root_dir", str(out / f"{impl}-whole")]
             process, _ = start(impl, arguments, out / f"{impl}-whole.log")
             if process.wait(600) != 0:
-                sys.exit(f"the undisturbed training failed:\n{(out / f'{impl}-whole.log').read_text()}")
+                sys.exit(f"the undisturbed training failed:\n{(out / f'{impl}-whole.log').read_text(encoding='utf-8')}")
             seconds = time.monotonic() - began
             print(f"{impl}: undisturbed in {seconds:.0f} s", flush=True)
             whole = what_counts(out / f"{impl}-whole")

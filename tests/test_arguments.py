@@ -34,9 +34,9 @@ def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_flag_or_a_file_says_is_left_alone(tmp_path: Path) -> None:
     decided = tmp_path / "decided.yaml"
-    decided.write_text("trainer: {precision: 16-mixed}\nmodel: {channels_last: false}\n")
+    decided.write_text("trainer: {precision: 16-mixed}\nmodel: {channels_last: false}\n", encoding="utf-8")
     undecided = tmp_path / "undecided.yaml"
-    undecided.write_text("trainer: {precision: null}\n")
+    undecided.write_text("trainer: {precision: null}\n", encoding="utf-8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fast = [fast_precision(device), str(fast_layout(device)).lower()]
     assert precision_and_layout("--precision", "64-true", "--model.channels_last=false") == ["64-true", "false"]

@@ -24,7 +24,7 @@ def bench(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-m", "project.bench", *arguments],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout,
         cwd=REPOSITORY,
         start_new_session=True,
@@ -57,7 +57,7 @@ def test_table_json_and_chart(tmp_path: Path) -> None:
     assert printed[3:6] == ["      ms", "one  1.5", "two 13.5"] or printed[3:6] == ["       ms", "one   1.5", "two  13.5"]
     assert all(len(line) <= 80 for line in printed if line not in printed[:2])
     save_json(results, tmp_path / "new" / "results.json")
-    content = json.loads((tmp_path / "new" / "results.json").read_text())
+    content = json.loads((tmp_path / "new" / "results.json").read_text(encoding="utf-8"))
     assert content["samples"] == results.samples
     assert {"torch", "lightning", "device"} <= content["machine"].keys()
     save_chart(results, tmp_path / "chart.png")
@@ -96,7 +96,7 @@ def test_refusals(arguments: list[str], message: str, monkeypatch: pytest.Monkey
 def test_bench_step_paces_both_trainers_on_two_ranks(tmp_path: Path) -> None:
     done = bench("step", "--tiny", "--devices", "2", "--rounds", "2", "--json", str(tmp_path / "step.json"))
     assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "step.json").read_text())
+    content = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     found = content["values"]["contestants"]
     assert list(found) == ["bare loop", "raw trainer", "Lightning trainer"]
     for measured in found.values():
@@ -115,7 +115,7 @@ def test_bench_step_paces_both_trainers_on_two_ranks(tmp_path: Path) -> None:
 def test_a_contestant_that_cannot_start_is_reported() -> None:
     environment = {**os.environ, "LOCKSTEP_CACHE": "/dev/null/nowhere"}
     command = [sys.executable, "-m", "project.bench", "step", "--tiny", "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, env=environment)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, cwd=REPOSITORY, env=environment)
     assert done.returncode == 2
     assert "raw trainer ended with exit code" in done.stderr
     assert "/dev/null/nowhere" in done.stderr
@@ -127,7 +127,7 @@ def test_bench_data_beats_the_classic_path(tmp_path: Path) -> None:
     root = str(PHOTOS / "imagenet-sample")
     done = bench("data", "--data.root", root, "--images", "40", "--rounds", "3", "--json", str(tmp_path / "data.json"))
     assert done.returncode == 0, done.stderr
-    values = json.loads((tmp_path / "data.json").read_text())["values"]
+    values = json.loads((tmp_path / "data.json").read_text(encoding="utf-8"))["values"]
     assert values["ours, original files"]["of_classic"] > 1.6  # about 2
     assert values["ours, prepared folder"]["of_classic"] > 3.5  # about 5
 
@@ -136,7 +136,7 @@ def test_bench_data_beats_the_classic_path(tmp_path: Path) -> None:
 def test_the_memory_of_loader_processes_is_flat(tmp_path: Path) -> None:
     done = bench("memory", "--entries", "20000", "--json", str(tmp_path / "memory.json"))
     assert done.returncode == 0, done.stderr
-    assert abs(json.loads((tmp_path / "memory.json").read_text())["values"]["growth"]) < 0.05
+    assert abs(json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["values"]["growth"]) < 0.05
 
 
 @pytest.mark.gpu
@@ -145,4 +145,4 @@ def test_the_memory_of_loader_processes_is_flat(tmp_path: Path) -> None:
 def test_bench_step_on_a_gpu(tmp_path: Path) -> None:
     done = bench("step", "--batch", "64", "--rounds", "3", "--json", str(tmp_path / "step.json"), timeout=500)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "step.json").read_text())["values"]["peak_flops"]["bfloat16"] > 1e13
+    assert json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["values"]["peak_flops"]["bfloat16"] > 1e13

@@ -62,7 +62,7 @@ def test_A8_A9_validation_is_exact_in_fit_and_on_any_number_of_ranks(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = by_hand(checkpoint)
-    with (checkpoint.parents[1] / "metrics.csv").open() as file:
+    with (checkpoint.parents[1] / "metrics.csv").open(encoding="utf-8") as file:
         [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
     assert float(row["val/images"]) == 359
     assert float(row["val/top1"]) == pytest.approx(float(expected["top1"]), abs=1e-7)
@@ -149,7 +149,7 @@ def test_predict(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert finished.code == 1  # because of the bad one
     assert finished.err == f"error: cannot read the image {tmp_path}/bad.jpg: cannot identify image file '{tmp_path}/bad.jpg'\n"
-    found = json.loads((tmp_path / "p.json").read_text())
+    found = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
     assert [row["image"] for row in found] == [val.path(0), *(str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2))]
     assert all(len(row["predictions"]) == 5 for row in found)
     trained = load_trained(ckpt_path=str(checkpoint), weights=None)
@@ -189,7 +189,7 @@ def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_p
     live = load_trained(ckpt_path=str(saved), weights=None).network.state_dict()
     assert not torch.equal(average["fc.weight"], live["fc.weight"])
     assert average["bn1.num_batches_tracked"] == live["bn1.num_batches_tracked"] == 3
-    with (tmp_path / "runs/0/metrics.csv").open() as file:
+    with (tmp_path / "runs/0/metrics.csv").open(encoding="utf-8") as file:
         [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
     assert (row["val/ema_images"], row["val/ema_loss"] != row["val/loss"]) == ("359.0", True)
     finished = run_module("project.export", "--ckpt_path", saved, "--ema", "--out", tmp_path / "w.pt")

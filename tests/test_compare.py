@@ -115,7 +115,7 @@ def test_what_is_no_verdict_ends_with_2(
     (tmp_path / "file").touch()
     for name in ("a", "b"):
         write_ranks(make_ranks(), tmp_path / name)
-    (tmp_path / "b" / "rank-1.jsonl").write_text("[1, 2]\n")
+    (tmp_path / "b" / "rank-1.jsonl").write_text("[1, 2]\n", encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["compare", *arguments])
     assert judged() == 2
     err = capsys.readouterr().err
@@ -128,12 +128,12 @@ def test_what_is_no_verdict_ends_with_2(
 
 def test_an_equal_comparison_reads_so(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
     found = outcome()
-    page = write_report(found, tmp_path / "out").read_text()
+    page = write_report(found, tmp_path / "out").read_text(encoding="utf-8")
     assert '<h1 class="good">Equivalent, bit for bit</h1>' in page
     assert "difference: exactly 0 at each" in page
     assert "the same samples in the same order" in page
     assert "Anything on GPUs and NCCL" in page
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert (report["equivalent"], report["stages"][0]["first"]) == (True, None)
     text = list(lines(found, "report.html"))
     assert max(map(len, text)) <= 80
@@ -142,12 +142,12 @@ def test_an_equal_comparison_reads_so(outcome: Callable[..., Outcome], tmp_path:
 
 def test_a_difference_is_named_sized_and_explained(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
     found = outcome(one_loss)
-    page = write_report(found, tmp_path / "out").read_text()
+    page = write_report(found, tmp_path / "out").read_text(encoding="utf-8")
     assert "Not equivalent from step 4: forward" in page
     assert "at step 4, rank 1, phase forward: loss is 1.61" in page
     assert "another precision" in page  # a usual cause
     assert "difference, at most 0.001" in page
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     first = report["stages"][0]["first"]
     assert (first["check"], first["step"], first["rank"], first["phase"]) == ("loss", 4, 1, "forward")
     text = list(lines(found, "report.html"))
@@ -156,24 +156,26 @@ def test_a_difference_is_named_sized_and_explained(outcome: Callable[..., Outcom
 
 
 def test_the_page_needs_nothing_but_itself(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
-    page = write_report(outcome(), tmp_path / "out").read_text()
+    page = write_report(outcome(), tmp_path / "out").read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", page)
     assert len(page) < 200_000
 
 
 def test_names_and_values_are_escaped(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
-    page = write_report(outcome(lambda ranks: steps(ranks[1])[4]["buffers"].pop("mean")), tmp_path / "out").read_text()
+    page = write_report(outcome(lambda ranks: steps(ranks[1])[4]["buffers"].pop("mean")), tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     assert "mean is in one run only" in page
     ranks = make_ranks()
     ranks[0][0]["settings"]["data"]["root"] = "<b>&"
     write_ranks(ranks, tmp_path / "c")
-    page = write_report(compare_folders(tmp_path / "a", tmp_path / "c"), tmp_path / "out").read_text()
+    page = write_report(compare_folders(tmp_path / "a", tmp_path / "c"), tmp_path / "out").read_text(encoding="utf-8")
     assert "&lt;b&gt;&amp;" in page
 
 
 def test_nan_is_drawn_and_written(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
     found = outcome(lambda ranks: steps(ranks[1])[2]["batches"][0].update(loss=float("nan")))
-    page = write_report(found, tmp_path / "out").read_text()
+    page = write_report(found, tmp_path / "out").read_text(encoding="utf-8")
     assert "Not equivalent from step 2" in page
     assert "nan" not in re.findall(r' d="([^"]*)"', page)[0].lower()
 
@@ -211,7 +213,7 @@ def test_both_trainers_are_equivalent(compared: tuple[Finished, Path]) -> None:
     finished, out = compared
     assert finished.code == 0, finished.out + finished.err
     assert max(map(len, finished.out.splitlines())) <= 80 + len(str(out))
-    report = json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert [(stage["title"], stage["ranks"], stage["steps"]) for stage in report["stages"]] == [
         ("from the start", 2, 4),
         ("from the other's checkpoint", 2, 2),
@@ -229,10 +231,10 @@ def test_one_changed_number_in_a_record_is_found(compared: tuple[Finished, Path]
     _, out = compared
     shutil.copytree(out / "raw" / "record", tmp_path / "changed")
     path = tmp_path / "changed" / "rank-1.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     weight = steps(events)[3]["weights"]["fc.weight"]
     weight["hash"] = ("0" if weight["hash"][0] != "0" else "1") + weight["hash"][1:]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
     finished = run_module("project.compare", "--runs", out / "lit" / "record", tmp_path / "changed", "--out", tmp_path / "out")
     assert finished.code == 1, finished.err
     assert "NOT EQUIVALENT FROM STEP 3: UPDATE" in finished.out
@@ -254,8 +256,8 @@ def test_what_a_trainer_refuses_is_said_last(tmp_path: Path) -> None:
 def test_half_a_record_cannot_be_judged(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_ranks(make_ranks(), tmp_path / name)
-    text = (tmp_path / "b" / "rank-1.jsonl").read_text()
-    (tmp_path / "b" / "rank-1.jsonl").write_text(text[: len(text) // 2])
+    text = (tmp_path / "b" / "rank-1.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "b" / "rank-1.jsonl").write_text(text[: len(text) // 2], encoding="utf-8")
     finished = run_module("project.compare", "--runs", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
     assert finished.code == 2
     assert "rank-1.jsonl is no record, or it breaks off within a line" in finished.err
@@ -273,7 +275,7 @@ sys.exit(fit(sys.argv[1:]))
 @pytest.mark.slow
 def test_a_difference_is_measured_on_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A raw trainer with another beta: its first step is the same to rounding, its second is not."""
-    (tmp_path / "broken.py").write_text(BREAK)
+    (tmp_path / "broken.py").write_text(BREAK, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     request = Request(tmp_path / "out", ("--devices", "1", *SHORT), raw=(sys.executable, str(tmp_path / "broken.py")))
     found = compare_trainers(request)

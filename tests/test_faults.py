@@ -68,7 +68,8 @@ def test_a_fault_is_found_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFix
     """Of the phase `update`: those of four others are found in real runs of notebook 05, and one in the matrix's test."""
     assert inject(["momentum"], tmp_path, timeout=120) == 0, capsys.readouterr().out
     found = {
-        each["name"]: (each["found_phase"], each["found_step"]) for each in json.loads((tmp_path / "detection.json").read_text())
+        each["name"]: (each["found_phase"], each["found_step"])
+        for each in json.loads((tmp_path / "detection.json").read_text(encoding="utf-8"))
     }
     assert found == {
         "(none)": ("", None),

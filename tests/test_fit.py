@@ -48,7 +48,7 @@ def folder(fitted: Finished, root: Path) -> Path:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open() as file:
+    with (folder / "metrics.csv").open(encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
@@ -113,7 +113,7 @@ def test_config_can_be_fed_back(folder: Path, root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(run, "launch", lambda module, arguments, **_: started.append(arguments) or 0)
     assert run.fit(["--config", str(folder / "config.yaml")]) == 0
     assert started
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     assert saved["data"]["root"] == "digits"
     assert saved["model"]["arch"] == "resnet18"
     assert saved["seed_everything"] == 1
@@ -129,7 +129,9 @@ def test_config_can_be_fed_back(folder: Path, root: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_a_flag_wins_over_a_file_wherever_it_stands(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.yaml").write_text("trainer: {devices: 2, strategy: ddp}\ndata: {root: digits, global_batch_size: 63}")
+    (tmp_path / "c.yaml").write_text(
+        "trainer: {devices: 2, strategy: ddp}\ndata: {root: digits, global_batch_size: 63}", encoding="utf-8"
+    )
     ranks: list[int] = []
     monkeypatch.setattr(run, "launch", lambda *_, ranks: ranks, raising=True)
     monkeypatch.setattr(run, "launch", lambda *_, **more: ranks.append(more["ranks"]) or 0)
@@ -201,7 +203,7 @@ def test_A10_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_i
     assert "Traceback" not in finished.err
     [line] = [line for line in finished.err.splitlines()[-2:] if str(bad_image) in line]
     assert re.match(r"error: rank [01]: cannot read the image ", line)
-    kept = [file.read_text() for file in (tmp_path / "out/runs/0/errors").glob("rank-*.json")]
+    kept = [file.read_text(encoding="utf-8") for file in (tmp_path / "out/runs/0/errors").glob("rank-*.json")]
     assert any("cannot read the image" in text for text in kept)
 
 

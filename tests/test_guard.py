@@ -10,8 +10,8 @@ from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
 from tests.guard_healthy import CASES
 from tests.run_ranks import free_port
 
-SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text()
-HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text()
+SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text(encoding="utf-8")
+HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text(encoding="utf-8")
 LOOP = "        for images, target in guard(loader):\n"
 STEP = "            guard.step()\n"
 WATCHED = "guard = ReplicaGuard(ddp_model, optimizer)"
@@ -75,7 +75,7 @@ def ran_later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     environment = {"REPORTS": str(folder / "reports")}
     jobs = [{"name": name, "text": changed(MISTAKES[name]), "env": environment} for name in sorted(LATER)]
     results = run_jobs(folder, jobs)
-    results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text().replace("Look at", ""))
+    results["sleeps"].out.append((folder / "reports/stacks-rank-1.txt").read_text(encoding="utf-8").replace("Look at", ""))
     return results
 
 
@@ -192,7 +192,7 @@ def test_A13_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
 @pytest.mark.slow
 def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(changed(MISTAKES["unwrapped"]))
+    script.write_text(changed(MISTAKES["unwrapped"]), encoding="utf-8")
     arguments = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
     finished = run_module("torch.distributed.run", *arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
     assert finished.code == 1
@@ -224,7 +224,7 @@ def test_a_checksum_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None
 
 @pytest.mark.slow
 def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
-    text = (REPOSITORY / "tests/guard_overhead.py").read_text()
+    text = (REPOSITORY / "tests/guard_overhead.py").read_text(encoding="utf-8")
     ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
     assert ran.codes == [0, 0]
     assert "ms a comparison: " in ran.out[0]

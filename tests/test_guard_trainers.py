@@ -118,6 +118,6 @@ def test_what_the_guard_cannot_do_is_refused() -> None:
 
 def test_validate_accepts_the_config_of_a_run(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("guard:\n  every: 5\ntrainer:\n  accelerator: cpu\n  devices: 1\n")
+    config.write_text("guard:\n  every: 5\ntrainer:\n  accelerator: cpu\n  devices: 1\n", encoding="utf-8")
     cli = ValidateCLI(["--config", str(config)])
     assert not any(isinstance(callback, ReplicaGuardCallback) for callback in cli.trainer.callbacks)

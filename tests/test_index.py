@@ -42,7 +42,7 @@ def test_class_folders_are_sorted_and_foreign_files_counted(make_data: Make) -> 
     train = root / "train"
     (train / ".ipynb_checkpoints").mkdir()
     (train / "ant" / "._0.jpg").write_bytes(b"AppleDouble")
-    (train / "ant" / "notes.txt").write_text("not an image")
+    (train / "ant" / "notes.txt").write_text("not an image", encoding="utf-8")
     (train / ".DS_Store").write_bytes(b"")
     (train / "bee" / "dangling.jpg").symlink_to("nowhere.jpg")
     (train / "cat" / "again").symlink_to("..")  # a loop
@@ -111,7 +111,7 @@ def test_kaggle_layout(make_data: Make, tmp_path: Path) -> None:
         (inside / "val" / name).rmdir()
     assert "LOC_val_solution.csv" in refusal(tmp_path / "kaggle")
     table = "ImageId,PredictionString\n" + "".join(f"ILSVRC2012_val_{name},{name} 1 2 3 4\n" for name in ("cat", "ant", "bee"))
-    (tmp_path / "kaggle" / "LOC_val_solution.csv").write_text(table)
+    (tmp_path / "kaggle" / "LOC_val_solution.csv").write_text(table, encoding="utf-8")
     val = load_splits(DataConfig(root=str(tmp_path / "kaggle"))).val
     assert [(Path(val.name(i)).stem[-3:], int(val.targets[i])) for i in range(3)] == [("ant", 0), ("bee", 1), ("cat", 2)]
     assert all(os.path.isfile(val.path(i)) for i in range(3))
@@ -134,7 +134,7 @@ def test_class_folders_alone_are_split_by_name(tmp_path: Path) -> None:
 
 def test_what_is_no_data_set_is_refused(make_data: Make, tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "nowhere")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert "is a file" in refusal(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert "is empty" in refusal(tmp_path / "empty")

@@ -28,7 +28,7 @@ def start(behaviour: str, **env: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", CODE, behaviour],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         cwd=REPOSITORY,
         env={**os.environ, **env},
     )
@@ -168,5 +168,5 @@ def test_the_launcher_gives_back_the_signal_handlers() -> None:
 def test_a_command_that_a_signal_ends_says_so() -> None:
     script = "import os, signal; from project.core.command import end_by_exception; end_by_exception()"
     command = [sys.executable, "-c", f"{script}; os.kill(os.getpid(), signal.SIGTERM)"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (143, "ended by SIGTERM\n")

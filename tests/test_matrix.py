@@ -156,13 +156,13 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
 
 def test_equivalent_rows_end_with_0(outcome: Callable[..., Outcome], run: Callable[..., int], tmp_path: Path) -> None:
     assert run([outcome(), outcome()]) == 0
-    found = json.loads((tmp_path / "out" / "matrix.json").read_text())
+    found = json.loads((tmp_path / "out" / "matrix.json").read_text(encoding="utf-8"))
     assert [(each["name"], each["result"], each["ranks"], each["steps"]) for each in found] == [
         (MATRIX[0].name, EQUIVALENT, 2, 6),
         (MATRIX[1].name, EQUIVALENT, 2, 6),
     ]
     assert found[0]["compared"] > 100
-    assert "| 1-rank, workers, bf16, clip-value | 2 | 2 | 6 |" in (tmp_path / "out" / "matrix.md").read_text()
+    assert "| 1-rank, workers, bf16, clip-value | 2 | 2 | 6 |" in (tmp_path / "out" / "matrix.md").read_text(encoding="utf-8")
 
 
 def test_a_row_that_differs_says_where_and_the_others_are_still_run(
@@ -170,7 +170,7 @@ def test_a_row_that_differs_says_where_and_the_others_are_still_run(
 ) -> None:
     said = CannotTell("The raw trainer ended with exit code 1. Its own message:\nno memory")
     assert run([outcome(changed=True), said, outcome()]) == 1
-    found = json.loads((tmp_path / "out" / "matrix.json").read_text())
+    found = json.loads((tmp_path / "out" / "matrix.json").read_text(encoding="utf-8"))
     assert [each["result"] for each in found] == [DIFFERS, CANNOT_TELL, EQUIVALENT]
     out = capsys.readouterr().out
     text = " ".join(out.split())
@@ -203,7 +203,7 @@ def test_lines_fit_a_terminal() -> None:
 def test_a_row_in_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, bf16, accumulation with a tail; each resumed from the other's checkpoint."""
     assert run_matrix(choose("2-ranks+bf16+accumulate"), tmp_path, timeout=120) == 0, capsys.readouterr().out
-    [found] = json.loads((tmp_path / "matrix.json").read_text())
+    [found] = json.loads((tmp_path / "matrix.json").read_text(encoding="utf-8"))
     assert (found["ranks"], found["steps"]) == (2, 6)  # 2 epochs of 2 steps, and 1 more
     assert found["compared"] > 5000
     assert not list(tmp_path.rglob("*.ckpt"))

@@ -146,7 +146,7 @@ sys.exit(run.fit(sys.argv[1:]))
 def test_a_trainer_that_does_not_repeat_its_bits(momentum: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where noise is made by hand: equal within it, and another momentum is still found in the second step."""
     root = small_digits(tmp_path / "images")
-    (tmp_path / "noisy.py").write_text(NOISY_TRAINER.replace("{momentum}", str(momentum)))
+    (tmp_path / "noisy.py").write_text(NOISY_TRAINER.replace("{momentum}", str(momentum)), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     arguments = (*PLAIN, "--devices", "1", "--max_epochs", "1", "--data.root", str(root))
     arguments += ("--trainer.enable_checkpointing", "false") if momentum != 0.9 else ()  # nothing to go on from, which takes time

@@ -70,7 +70,7 @@ def size(path: Path) -> tuple[int, int]:
 
 
 def record(folder: Path) -> dict:  # type: ignore[type-arg]
-    return json.loads((folder / RECORD).read_text())
+    return json.loads((folder / RECORD).read_text(encoding="utf-8"))
 
 
 # One image
@@ -317,14 +317,14 @@ def test_flat_validation_images_get_their_classes(archives: Path, tmp_path: Path
     shutil.copy(archives / DEVKIT, root)
     assert found() == wanted
     (root / DEVKIT).unlink()
-    (root / "ILSVRC2012_validation_ground_truth.txt").write_text("\n".join(map(str, TRUTH)))
+    (root / "ILSVRC2012_validation_ground_truth.txt").write_text("\n".join(map(str, TRUTH)), encoding="utf-8")
     with pytest.raises(UserError, match=r"but no meta\.mat"):
         found()
     (root / "meta.mat").write_bytes(meta())
     assert found() == wanted
     (root / "meta.mat").unlink()
     rows = [f"{Path(name).stem},{CLASSES[number - 1]} 1 2 3 4" for name, number in zip(val_names(), TRUTH, strict=True)]
-    (root / SOLUTION).write_text("ImageId,PredictionString\n" + "\n".join(rows))
+    (root / SOLUTION).write_text("ImageId,PredictionString\n" + "\n".join(rows), encoding="utf-8")
     assert found() == wanted
     kaggle = root / "ILSVRC/Data/CLS-LOC"
     kaggle.mkdir(parents=True)
@@ -388,7 +388,7 @@ def test_the_target_lies_apart_and_is_empty(make_data: Make, tmp_path: Path) -> 
     check_apart([str(src)], tmp_path / "data-small")  # a common beginning of the name alone
     (tmp_path / "other").mkdir()
     assert not check_folder(settings(src), tmp_path / "other")
-    (tmp_path / "other/file").write_text("mine")
+    (tmp_path / "other/file").write_text("mine", encoding="utf-8")
     with pytest.raises(UserError, match="is not empty"):
         check_folder(settings(src), tmp_path / "other")
     refused = prepare(src, src / "small")
@@ -403,7 +403,9 @@ def test_two_at_once_in_one_folder(make_data: Make, tmp_path: Path) -> None:
     holder = "import sys, time; from pathlib import Path; from project.core.preparing.run import claim\n"
     holder += "with claim(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
     preparation = Preparation(settings(src), dst, find_source(settings(src)), {})
-    with subprocess.Popen([sys.executable, "-c", holder, str(dst)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(dst)], stdout=subprocess.PIPE, encoding="utf-8", cwd=REPOSITORY
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "mine\n"
         with pytest.raises(UserError, match="another project.prepare is at work there"):
@@ -430,7 +432,7 @@ def test_validation_images_that_are_not_there_are_not_made_smaller(
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}'])
 def test_a_record_that_is_damaged_is_named(text: str, make_data: Make, tmp_path: Path) -> None:
     (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / RECORD).write_text(text)
+    (tmp_path / "dst" / RECORD).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=f"{RECORD} is damaged"):
         check_folder(settings(make_data(train=12, val=6)), tmp_path / "dst")
 
@@ -492,7 +494,7 @@ def start(src: Path, dst: Path) -> subprocess.Popen[str]:
         [*command, "--workers", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
         cwd=REPOSITORY,
     )

@@ -155,7 +155,7 @@ MEASURED = {"train/images_per_s", "train/data_wait"}
 def test_both_log_the_same_rows_at_the_same_steps(lit: Path, raw: Path) -> None:
     tables = []
     for folder in (lit, raw):
-        with (folder / "metrics.csv").open() as file:
+        with (folder / "metrics.csv").open(encoding="utf-8") as file:
             tables.append(list(csv.DictReader(file)))
     ours, theirs = ([{k: "" if k in MEASURED and v else v for k, v in row.items()} for row in table] for table in tables)
     assert ours == theirs
@@ -224,7 +224,7 @@ def test_two_agents_of_torchrun(module: str, root: Path) -> None:
             [*command, "--node-rank", str(node), "-m", module, *map(str, short)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             cwd=REPOSITORY,
         )
         for node in (0, 1)
@@ -268,7 +268,7 @@ def test_every_keyword_of_lightnings_trainer_is_known() -> None:
     ],
 )
 def test_what_raw_does_not_implement_is_refused_by_name(setting: str, named: str, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(f"trainer:\n  {setting}\n")
+    (tmp_path / "c.yaml").write_text(f"trainer:\n  {setting}\n", encoding="utf-8")
     with pytest.raises(UserError, match="does not implement") as caught:
         parse(["--config", str(tmp_path / "c.yaml")])
     assert named in str(caught.value)
@@ -280,7 +280,7 @@ def test_ddps_own_options_are_honoured(tmp_path: Path) -> None:
     flags = [part for name, value in options.items() for part in (f"--trainer.strategy.{name}", str(value).lower())]
     flags = ["--trainer.strategy", "DDPStrategy", *flags]
     cli = TrainCLI(flags)
-    (tmp_path / "c.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
+    (tmp_path / "c.yaml").write_text(cli.parser.dump(cli.config, skip_none=False), encoding="utf-8")
     for arguments in (flags, ["--config", str(tmp_path / "c.yaml")]):
         found = ddp_options(parse(arguments).trainer.strategy)
         assert {name: value for name, value in found.items() if value} == options  # Lightning's file has find_unused false, too
@@ -288,11 +288,11 @@ def test_ddps_own_options_are_honoured(tmp_path: Path) -> None:
 
 
 def test_a_refused_class_path_does_not_import_lightning(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("trainer: {logger: {class_path: lightning.pytorch.loggers.CSVLogger}}\n")
+    (tmp_path / "c.yaml").write_text("trainer: {logger: {class_path: lightning.pytorch.loggers.CSVLogger}}\n", encoding="utf-8")
     code = "import sys; from project.raw.cli import parse\ntry: parse(sys.argv[1:])\nexcept ValueError: pass\n"
     code += "print([m for m in ('lightning', 'pytorch_lightning', 'lightning_fabric') if m in sys.modules])"
     command = [sys.executable, "-c", code, "--config", str(tmp_path / "c.yaml")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip() == "[]"
+    assert subprocess.run(command, capture_output=True, encoding="utf-8", check=True, cwd=REPOSITORY).stdout.strip() == "[]"
 
 
 @pytest.fixture
@@ -305,10 +305,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 
 @pytest.mark.slow
 def test_each_reads_the_others_config(lit: Path, raw: Path, launched: list[list[str]]) -> None:
-    (config := lit / "own.yaml").write_text((lit / "config.yaml").read_text())
-    saved = yaml.safe_load(config.read_text())
+    (config := lit / "own.yaml").write_text((lit / "config.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    saved = yaml.safe_load(config.read_text(encoding="utf-8"))
     saved["trainer"]["callbacks"] = None  # which this run had, and the raw trainer refuses
-    config.write_text(yaml.safe_dump(saved))
+    config.write_text(yaml.safe_dump(saved), encoding="utf-8")
     assert project.raw.run.fit(["--config", str(config)]) == 0
     assert project.lit.run.fit(["--config", str(raw / "config.yaml")]) == 0
     assert [call[0] for call in launched] == ["project.fit_raw", "project.fit"]

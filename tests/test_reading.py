@@ -18,7 +18,8 @@ from tests.conftest import REPOSITORY, run_module
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 PAGES = {
-    name: (NOTEBOOKS / f"{name}.md").read_text() for name in ("what_happens_in_one_step", "from_laptop_to_cluster", "guarantees")
+    name: (NOTEBOOKS / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("what_happens_in_one_step", "from_laptop_to_cluster", "guarantees")
 }
 BLOCKS = re.findall(
     r"<!-- (run|parse)(?:: (\w+) (\d) x (\d))? -->\n```bash\n(.*?)```", PAGES["from_laptop_to_cluster"], re.DOTALL
@@ -28,7 +29,7 @@ BLOCKS = re.findall(
 def names_in(file: Path) -> set[str]:
     """Functions, methods and classes."""
     kinds = (ast.FunctionDef, ast.ClassDef)
-    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
+    return {node.name for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, kinds)}
 
 
 def named(page: str) -> list[tuple[str, str]]:

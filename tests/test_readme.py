@@ -21,7 +21,7 @@ from project.parity.matrix import EQUIVALENT, MATRIX, choose
 from project.raw.cli import parse
 from tests.conftest import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text()
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def commands() -> list[str]:

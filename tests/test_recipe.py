@@ -28,7 +28,7 @@ IMAGENET = 1_281_167  # training images
 
 def recipe(name: str) -> tuple[ModelConfig, DataConfig, int]:
     """A config's model, data, and number of epochs."""
-    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
     return ModelConfig(**content["model"]), DataConfig(**content["data"]), content["trainer"]["max_epochs"]
 
 
@@ -321,7 +321,7 @@ def test_an_imagenet_recipe_can_start_on_its_hardware(name: str) -> None:
         global_batch_size=data.global_batch_size, world_size=8, accumulate=1, samples=IMAGENET, drop_last=data.drop_last
     )
     check_recipe(plan, model, data, total_steps=epochs * plan.steps_per_epoch)
-    header = Path(CONFIGS / f"{name}.yaml").read_text().split("\n\n")[0]
+    header = Path(CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n\n")[0]
     assert f"{epochs} epochs of {plan.steps_per_epoch:,} steps" in header
     assert f"{plan.per_rank_batch} on 8 devices" in header
 

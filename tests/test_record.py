@@ -99,7 +99,7 @@ def test_recording_sees_each_step_and_changes_nothing(tmp_path: Path) -> None:
     assert validation["metrics"] == {"val/top1": 0.30000000000000004}
     assert len(validation["batches"]) == 1
     assert end == {"event": "end", "steps": 4}
-    assert all(json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    assert all(json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text(encoding="utf-8").splitlines())
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -107,6 +107,6 @@ def test_folders(tmp_path: Path) -> None:
     check_record_folder(str(tmp_path / "new"))
     with pytest.raises(UserError, match=r"no rank-0\.jsonl"):
         read_record(tmp_path)
-    (tmp_path / "rank-0.jsonl").write_text("")
+    (tmp_path / "rank-0.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="already holds a record"):
         check_record_folder(str(tmp_path))

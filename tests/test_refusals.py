@@ -98,7 +98,7 @@ def test_bad_configs_name_the_key(refused: Callable[..., str], tmp_path: Path) -
         "trainer: {strategy: [ddp]}": "strategy",
         "model:\n\tlr: 0.1": "bad.yaml",
     }.items():
-        (tmp_path / "bad.yaml").write_text(text)
+        (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
         assert word in refused("--config", "bad.yaml")
 
 
@@ -153,9 +153,12 @@ def test_shared_memory_that_is_too_small(refused: Callable[..., str], monkeypatc
 
 @pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
 def test_a_refusal_is_one_message_without_traceback_and_exit_code_2(module: str, tmp_path: Path) -> None:
-    write_images(tmp_path / "train" / "ant", 2)
-    finished = run_module(module, "--data.root", tmp_path, "--devices", 2, "--trainer.default_root_dir", tmp_path)
+    root = tmp_path / "Zoë"  # which these streams cannot show
+    write_images(root / "train" / "ant", 2)
+    flags = ["--data.root", root, "--devices", 2, "--trainer.default_root_dir", root]
+    finished = run_module(module, *flags, env={"PYTHONIOENCODING": "ascii"})
     assert (finished.code, finished.out) == (2, "")
-    assert finished.err == f"error: --data.root {tmp_path} has train/ but no val/: add val/<class>/ with the validation images.\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train"]
+    shown = str(root).encode("ascii", "backslashreplace").decode()
+    assert finished.err == f"error: --data.root {shown} has train/ but no val/: add val/<class>/ with the validation images.\n"
+    assert sorted(path.name for path in root.iterdir()) == ["train"]
     assert (REPOSITORY / "configs").is_dir()

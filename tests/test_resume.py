@@ -127,7 +127,7 @@ def wait_for(path: Callable[[], bool], process: subprocess.Popen[str], *, second
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """The processes that a launcher has started, in the order of their ranks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
     ranks = {}
     for child in children:
         environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
@@ -139,7 +139,7 @@ def alive(group: int) -> bool:
     """Whether a process of this group runs; one that has ended may still have to be waited for."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, its_group = entry.read_text().rpartition(")")[2].split()[:3]
+            state, _, its_group = entry.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(its_group) == group and state != "Z":

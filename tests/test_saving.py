@@ -49,7 +49,7 @@ print(len(seen), left, len(list(path.parent.iterdir())))
 
 def test_E3_a_writer_that_is_killed_or_meets_a_full_disk_leaves_the_file_whole(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / "last.ckpt")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=REPOSITORY, timeout=60)
     assert done.returncode == 0, done.stderr
     message, counts = done.stdout.splitlines()
     assert message == f"cannot write {tmp_path / 'last.ckpt'}: File too large; the file that was there before is whole"
@@ -67,7 +67,7 @@ def test_E3_a_full_disk_ends_the_run_with_the_path(module: str, make_data: Calla
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=REPOSITORY,
         timeout=90,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, -1)),
@@ -84,7 +84,7 @@ def test_K6_lightnings_requeue_under_slurm(make_data: Callable[..., Path], tmp_p
     """SIGUSR1 saves and asks for a requeue; SIGTERM then ends as everywhere."""
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n', encoding="utf-8")
     scontrol.chmod(0o755)
     slurm = {"JOB_ID": "7", "STEP_ID": "0", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "NNODES": "1"}
     slurm |= {"JOB_NAME": "train", "NODELIST": "localhost", "JOB_NODELIST": "localhost"}
@@ -94,7 +94,7 @@ def test_K6_lightnings_requeue_under_slurm(make_data: Callable[..., Path], tmp_p
     arguments += ["--data.global_batch_size", "8", "--data.num_workers", "0", "--trainer.default_root_dir", tmp_path]
     command = [sys.executable, "-m", "project.fit", *map(str, arguments)]
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8"
     )
     try:
         for number, waits_for in (
@@ -110,7 +110,7 @@ def test_K6_lightnings_requeue_under_slurm(make_data: Callable[..., Path], tmp_p
         _, err = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == "requeue 7\n"
     assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
     assert process.returncode == 143
     assert err.splitlines()[-1].startswith("ended by SIGTERM; --ckpt_path last goes on after step ")

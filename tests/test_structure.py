@@ -37,7 +37,7 @@ MAY_IMPORT = {
 
 def imported(file: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -70,13 +70,36 @@ def test_the_table_would_notice() -> None:
     assert breaches("predict", {"lightning.pytorch.Trainer"}) == {"lightning"}
 
 
+@pytest.mark.parametrize("folder", ["project", "tests"])
+def test_no_file_is_read_or_written_in_the_encoding_of_the_locale(folder: str) -> None:
+    """`open` and `Path.open` of text, `read_text` and `write_text` name theirs."""
+    found = []
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and opens_text(node) and not any(word.arg == "encoding" for word in node.keywords):
+                found.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
+    assert found == []
+
+
+def opens_text(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("read_text", "write_text"):
+        return True
+    owner = getattr(call.func, "value", None)
+    if name != "open" or getattr(owner, "id", "") in ("os", "tarfile", "gzip", "Image"):
+        return False
+    given = call.args[1:2] if owner is None else call.args[:1]
+    modes = [mode.value for mode in given if isinstance(mode, ast.Constant)] or (["r"] if owner is None else [])
+    return any(isinstance(mode, str) and set(mode) <= set("rwxa+t") for mode in modes)
+
+
 def test_light_commands_load_no_lightning() -> None:
     """A comparison reads records: torchvision, which it does not need, takes as long to import as torch."""
     light = "project.predict, project.export, project.prepare, project.fit_raw, project.raw.run"
     frameworks = "('lightning', 'pytorch_lightning', 'lightning_fabric')"
     code = "import sys, project.parity.report; print('torchvision' in sys.modules); "
     code += f"import {light}; print([m for m in {frameworks} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout
     assert found.split() == ["False", "[]"]
 
 
@@ -84,6 +107,6 @@ def test_light_commands_load_no_lightning() -> None:
 def test_configs_parse(config: Path) -> None:
     cli = TrainCLI(expand(["--config", str(config), "--data.root", "digits", "--devices", "1"], train=True))
     assert cli.config.seed_everything == 1
-    header = config.read_text().split("\n\n")[0]
+    header = config.read_text(encoding="utf-8").split("\n\n")[0]
     for word in ("Command:", "Hardware:", "Cost:", "Expected:", "per-rank batch"):
         assert word in header

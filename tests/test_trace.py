@@ -115,7 +115,7 @@ def read(*contents: dict[str, Any]) -> list[RankTrace]:
 def write(folder: Path, *contents: dict[str, Any]) -> Path:
     (folder / "ranks").mkdir(parents=True)
     for content in contents:
-        (folder / "ranks" / f"rank-{content['lockstep']['rank']}.json").write_text(json.dumps(content))
+        (folder / "ranks" / f"rank-{content['lockstep']['rank']}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
@@ -219,7 +219,7 @@ def test_contents_come_from_what_ddp_logs() -> None:
 )
 def test_broken_traces_are_named(text: str, words: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "out", make_content(0), make_content(1))
-    (folder / "ranks" / "rank-1.json").write_text(text)
+    (folder / "ranks" / "rank-1.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=words):
         read_ranks(folder / "ranks")
 
@@ -411,14 +411,14 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     folder = write(tmp_path / "out", make_content(0), make_content(1))
     hostile = "</script><b>"
     write_all(folder, command=f"python -m project.trace {hostile}")
-    page = (folder / "timeline.html").read_text()
+    page = (folder / "timeline.html").read_text(encoding="utf-8")
     assert hostile not in page
     assert not re.findall(r'(?:src|href)\s*=|@import|url\(["\']?http', page)
     [drawn] = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', page)
     trace = json.loads(drawn)
     assert [rank["rank"] for rank in trace["ranks"]] == [0, 1]
     assert trace["ranks"][0]["buckets"][1]["exposed"] == [[80.0, 98.0]]
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     for step in summary["each_step"]:
         for own in step:
             assert sum(own["parts"].values()) == pytest.approx(own["length"])
@@ -464,7 +464,7 @@ def check_run(finished: Finished, out: Path, *, impl: str) -> dict[str, Any]:
     """What holds of each trace of two ranks."""
     assert finished.code == 0, finished.out + finished.err
     assert max(len(line) for line in finished.out.splitlines() if str(out) not in line) <= 80
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["facts"]["trainer"] == impl
     assert summary["bytes"] == 4 * summary["parameters"] == sum(bucket["bytes"] for bucket in summary["buckets"])
     assert len({name for bucket in summary["buckets"] for name in bucket["names"]}) == 62  # resnet18's tensors
@@ -477,7 +477,7 @@ def check_run(finished: Finished, out: Path, *, impl: str) -> dict[str, Any]:
             assert own["hidden"] + own["exposed"] > 0
             assert own["exposed"] <= own["parts"]["wait"] + 1000  # all of it is waited for, to a millisecond
             assert set(own["groups"]) == {f"{part} {name}" for part in ("forward", "backward") for name in GROUPS}
-    merged = json.loads((out / "trace.json").read_text())["traceEvents"]
+    merged = json.loads((out / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in merged if event["ph"] == "X")
     assert {event["pid"] // 100 for event in merged} == {0, 1}
     return summary

@@ -80,7 +80,7 @@ def read_yaml(arguments: list[str]) -> list[dict[str, Any]]:
             path = Path(value if equals else "".join(arguments[position + 1 : position + 2])).expanduser()
             if path.is_file():
                 try:
-                    contents.append(yaml.safe_load(path.read_text()))
+                    contents.append(yaml.safe_load(path.read_text(encoding="utf-8")))
                 except (yaml.YAMLError, UnicodeDecodeError) as error:
                     reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
                     raise UserError(f"--config {path} is no valid YAML: {reason}") from error

@@ -223,7 +223,7 @@ def _kaggle_val(folder: Path, solution: Path, classes: list[str]) -> ImageIndex:
     """ImageNet's flat validation folder, its classes taken from Kaggle's LOC_val_solution.csv."""
     number = {name: i for i, name in enumerate(classes)}
     samples = []
-    with solution.open(newline="") as file:
+    with solution.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             wnid = row["PredictionString"].split()[0]
             if wnid not in number:

@@ -169,7 +169,7 @@ def _report(ended: list[int | None], folder: Path, *, first: int, number: int | 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     """What ranks of this node have written of their ends, and those of other nodes that can be seen from here."""
-    records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     for shared in {record["folder"] for record in records} - {None}:
-        records += [json.loads(file.read_text()) for file in Path(shared).glob("*.json")]
+        records += [json.loads(file.read_text(encoding="utf-8")) for file in Path(shared).glob("*.json")]
     return records

@@ -1,6 +1,7 @@
 """What this process is, a rank or a command of its own, and how it ends: with an exit code, and a reason that is said once."""
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -125,7 +126,7 @@ def _write(target: Path, text: str, code: int) -> None:
         return
     partial = target.with_suffix(".tmp")
     folder = None if _errors is None else str(_errors.absolute())
-    partial.write_text(json.dumps({"time": time.time(), "code": code, "text": text, "folder": folder}))
+    partial.write_text(json.dumps({"time": time.time(), "code": code, "text": text, "folder": folder}), encoding="utf-8")
     partial.rename(target)
 
 
@@ -162,6 +163,9 @@ def end_at_once(number: int, frame: object) -> None:
 
 def run_command(command: Callable[[], int]) -> None:
     """Run a command to its exit code; what a person did wrong is one message, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a name of a file must not end a run where the terminal cannot show it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if started_by_us() and os.name == "posix":
         _end_with_launcher()
     _allow_open_files()

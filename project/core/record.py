@@ -127,7 +127,7 @@ def read_record(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]
         raise UserError(f"{folder} holds no record: there is no rank-0.jsonl. Record a run with --record {folder}.")
     runs = {}
     for path in found:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             try:
                 runs[int(path.stem.removeprefix("rank-"))] = [json.loads(line) for line in file]
             except ValueError as error:

@@ -68,7 +68,7 @@ class Recorder:
     def __init__(self, folder: str | os.PathLike[str], *, trainer: str, rank: int, world_size: int) -> None:
         path = Path(folder) / f"rank-{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("x")
+        self._file = path.open("x", encoding="utf-8")
         self._start = {"trainer": trainer, "rank": rank, "world_size": world_size}
         self._batches: list[dict[str, Any]] = []
         self._val_batches: list[dict[str, Any]] = []

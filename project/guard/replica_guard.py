@@ -905,7 +905,7 @@ class ReplicaGuard:
             verdict = _REPORTS[alarm["kind"]](alarm, answers, self.world_size)
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "report.txt").write_text(verdict + "\n")
+                (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
         else:
             verdict = f"rank {self.rank} ends because the ranks are no replicas any more: see the report of rank {alarm['by']}."
             time.sleep(0.2)
@@ -953,7 +953,7 @@ class ReplicaGuard:
             facts["loader"] = [_describe_loader(loader) for loader in self._loaders[-1:]]
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"stacks-rank-{self.rank}.txt").open("w") as file:
+            with (self.folder / f"stacks-rank-{self.rank}.txt").open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         tensors = None
         if alarm["kind"] == "weights":
@@ -980,7 +980,7 @@ def _tell_torchrun(head: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and "TORCHELASTIC_RUN_ID" in os.environ and not os.path.exists(path):
         more = {"py_callstack": f"ReplicaError: {head} (the report is above)", "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": head, "extraInfo": more}}))
+        Path(path).write_text(json.dumps({"message": {"message": head, "extraInfo": more}}), encoding="utf-8")
 
 
 def _last_collective() -> str | None:

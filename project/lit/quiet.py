@@ -10,6 +10,7 @@ _EXPECTED = (
     r".*does not have many workers.*",  # loader_workers decides
     r".*is smaller than the logging interval.*",  # an interval ends with the epoch
     r".*The dirpath has changed from.*",  # each run has a folder of its own, a resumed one too
+    r".*`srun` command is available.*",  # on a login node; what srun has started, the launcher's variables say
     r".*You are using `torch.load` with `weights_only=False`.*",
 )
 

@@ -83,7 +83,7 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
     for detection in detect(faults, out_dir, flags, timeout=timeout):
         print(line(detection), flush=True)
         found.append(detection)
-    (out_dir / "detection.json").write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+    (out_dir / "detection.json").write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n", encoding="utf-8")
     right = sum(each.right for each in found)
     print(f"{right} of {len(found)} named rightly, controls included", flush=True)
     return 0 if right == len(found) else 1

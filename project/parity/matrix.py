@@ -252,5 +252,5 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 def write_tables(results: Sequence[Result], out_dir: Path) -> None:
     """After each row, so that an interrupted matrix leaves what it has shown."""
-    (out_dir / "matrix.json").write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n")
-    (out_dir / "matrix.md").write_text(as_markdown(results))
+    (out_dir / "matrix.json").write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n", encoding="utf-8")
+    (out_dir / "matrix.md").write_text(as_markdown(results), encoding="utf-8")

@@ -52,7 +52,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def as_html(outcome: Outcome) -> str:
     """One page that needs nothing but itself."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-        files("project.parity").joinpath("report.html").read_text()
+        files("project.parity").joinpath("report.html").read_text(encoding="utf-8")
     )
     differing = outcome.differing
     main = differing or outcome.stages[0]
@@ -94,7 +94,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_report(outcome: Outcome, folder: Path) -> Path:
     """Both files; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(as_json(outcome), indent=1, allow_nan=False) + "\n")
+    (folder / "report.json").write_text(json.dumps(as_json(outcome), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     page = folder / "report.html"
-    page.write_text(as_html(outcome))
+    page.write_text(as_html(outcome), encoding="utf-8")
     return page

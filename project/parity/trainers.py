@@ -81,7 +81,7 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
 
 def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: str) -> int | None:
     """The exit code of a command in a clean environment, or None where it had to be ended."""
-    with output.open("w") as written:
+    with output.open("w", encoding="utf-8") as written:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -109,5 +109,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(folder: Path, lines: int = 15) -> str:
-    text = (folder / "output.txt").read_text(errors="replace").replace("\r", "\n").rstrip().splitlines()
+    text = (folder / "output.txt").read_text(errors="replace", encoding="utf-8").replace("\r", "\n").rstrip().splitlines()
     return "\n".join([line for line in text if line.strip()][-lines:])

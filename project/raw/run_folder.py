@@ -43,7 +43,7 @@ class Logger:
 
     def _write(self, row: dict[str, float], path: Path, board: "SummaryWriter") -> None:
         new = not path.exists()
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns)
             if new:
                 writer.writeheader()

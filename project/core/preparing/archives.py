@@ -66,7 +66,7 @@ def validation_labels(root: Path) -> dict[str, str] | None:
     """
     solution = root / SOLUTION
     if solution.is_file():
-        with solution.open(newline="") as file:
+        with solution.open(newline="", encoding="utf-8") as file:
             return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
     truth = _devkit_file(root, _TRUTH)
     if truth is None:

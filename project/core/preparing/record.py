@@ -56,7 +56,7 @@ def load_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         content = None
     needed = {*Settings.__dataclass_fields__, *(("images", "left_out", "date") if path.name == RECORD else ())}
@@ -75,7 +75,7 @@ def command(record: dict[str, Any], folder: Path) -> str:
 def write_json(content: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -65,7 +65,7 @@ def claim(dst: Path) -> Iterator[None]:
         UserError: another process is preparing it.
     """
     dst.mkdir(parents=True, exist_ok=True)
-    with open(dst / LOCK, "w") as file:
+    with open(dst / LOCK, "w", encoding="utf-8") as file:
         if fcntl is not None:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: not of its workers, which may end later

@@ -177,5 +177,5 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
 
 def _private(pid: int) -> int:
     """Bytes that a process shares with no other."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))

@@ -79,7 +79,7 @@ def lines(results: Results) -> list[str]:
 def save_json(results: Results, path: Path) -> None:
     content = asdict(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def save_chart(results: Results, path: Path) -> None:

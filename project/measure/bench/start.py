@@ -85,10 +85,10 @@ def _until_first_step(command: str, devices: int) -> dict[str, float]:
                 stderr=subprocess.STDOUT,
                 timeout=LIMIT_S,
             ).returncode
-        rows = [json.loads(line) for line in stamps.read_text().splitlines()] if stamps.is_file() else []
+        rows = [json.loads(line) for line in stamps.read_text(encoding="utf-8").splitlines()] if stamps.is_file() else []
         at = {row["what"]: row["time"] for row in reversed(rows) if row["rank"] in (0, None)}
         if code or set(PARTS.values()) - set(at):
-            end = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
+            end = "\n".join(output.read_text(errors="replace", encoding="utf-8").splitlines()[-15:])
             raise UserError(f"{command} ended with exit code {code} before its first step. Its own message:\n{end}")
     spent = {}
     for part, what in PARTS.items():

@@ -16,7 +16,7 @@ STAMPS = "LOCKSTEP_STAMPS"  # a file: one line of JSON for each stage that a pro
 
 def stamp(what: str) -> None:
     rank = int(os.environ["RANK"]) if started_by_us() else None
-    with open(os.environ[STAMPS], "a") as file:
+    with open(os.environ[STAMPS], "a", encoding="utf-8") as file:
         file.write(json.dumps({"what": what, "rank": rank, "time": time.time()}) + "\n")
 
 

@@ -118,4 +118,4 @@ class Turns:
         return self.folder / f"{name.replace(' ', '-').replace(',', '')}.txt"
 
     def _tail(self, name: str) -> str:
-        return "\n".join(self._output(name).read_text(errors="replace").rstrip().splitlines()[-15:])
+        return "\n".join(self._output(name).read_text(errors="replace", encoding="utf-8").rstrip().splitlines()[-15:])

@@ -114,7 +114,7 @@ def marked(text: str) -> Markup:
 def as_html(summary: Summary, steps: Sequence[Sequence[Step]], *, command: str) -> str:
     """One page that needs nothing but itself."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-        files("project.measure.timeline").joinpath("timeline.html").read_text()
+        files("project.measure.timeline").joinpath("timeline.html").read_text(encoding="utf-8")
     )
     drawn = json.dumps(drawing(summary, steps), separators=(",", ":")).replace("</", "<\\/")
     return template.render(
@@ -139,10 +139,12 @@ def write_all(folder: Path, *, command: str) -> Summary:
     contents, ranks, zero_ns = read_ranks(folder / "ranks")
     steps = analyse(ranks)
     summary = summarise(ranks, steps)
-    (folder / "trace.json").write_text(json.dumps(merge(contents, steps, zero_ns=zero_ns), separators=(",", ":")))
+    (folder / "trace.json").write_text(
+        json.dumps(merge(contents, steps, zero_ns=zero_ns), separators=(",", ":")), encoding="utf-8"
+    )
     plain = {**asdict(summary), "rule": RULE, "command": command, "each_step": [[_plain(s) for s in step] for step in steps]}
-    (folder / "summary.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    (folder / "timeline.html").write_text(as_html(summary, steps, command=command))
+    (folder / "summary.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "timeline.html").write_text(as_html(summary, steps, command=command), encoding="utf-8")
     return summary
 
 

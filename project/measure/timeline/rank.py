@@ -243,9 +243,9 @@ class Tracer:
         self.folder.mkdir(parents=True, exist_ok=True)
         path, partial = self.folder / f"rank-{self.rank}.json", self.folder / f"partial-{self.rank}.json"
         self.profiler.export_chrome_trace(str(partial))
-        content = json.loads(partial.read_text())
+        content = json.loads(partial.read_text(encoding="utf-8"))
         content["lockstep"] = self._facts()
-        partial.write_text(json.dumps(content))
+        partial.write_text(json.dumps(content), encoding="utf-8")
         os.replace(partial, path)
 
     def _facts(self) -> dict[str, Any]:

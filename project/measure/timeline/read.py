@@ -54,7 +54,7 @@ def read_file(path: Path) -> dict[str, Any]:
         UserError: it is no trace of ours, or holds nothing; the message names the file.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a trace: {error}") from error
     if not isinstance(content, dict) or not {"traceEvents", "baseTimeNanoseconds", "lockstep"} <= content.keys():
