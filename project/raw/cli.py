@@ -1,5 +1,6 @@
 """Replaces LightningCLI and Trainer.__init__: the same YAML and flags, each keyword honoured or refused by name."""
 
+import inspect
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Union
@@ -7,6 +8,7 @@ from typing import Any, Union
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from torch.nn.parallel import DistributedDataParallel
 
 from project.core.arguments import decide_seed, find_checkpoint, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
@@ -178,9 +180,9 @@ def _refuse_others(trainer: Namespace) -> None:
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
 
 
-# What Lightning's DDPStrategy takes besides, with the values that ask for nothing.
-_STRATEGY_NEUTRAL = {"timeout": "0:30:00", "start_method": "popen", "dim": 0, "init_sync": True, "check_reduction": False}
-_STRATEGY_NEUTRAL |= {"skip_all_reduce_unused_params": False, "batched_grad_copy": False}
+# What Lightning's DDPStrategy takes besides, with the values that ask for nothing: its own, and those of the installed DDP.
+_STRATEGY_NEUTRAL = {"timeout": "0:30:00", "start_method": "popen"}
+_STRATEGY_NEUTRAL |= {name: each.default for name, each in inspect.signature(DistributedDataParallel).parameters.items()}
 
 
 def _read_strategy(strategy: Any) -> Any:
