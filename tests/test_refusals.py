@@ -91,6 +91,15 @@ def test_refused(arguments: str, words: list[str], refused: Callable[..., str]) 
         assert word in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="possible with a GPU")
+@pytest.mark.parametrize("flags", [["--devices", 2], ["--strategy", "ddp"]])
+def test_a_variable_with_which_torch_crashes(
+    flags: list[object], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert "TORCH_DISTRIBUTED_DEBUG is DETAIL" in refused(*flags)
+
+
 def test_bad_configs_name_the_key(refused: Callable[..., str], tmp_path: Path) -> None:
     for text, word in {
         "model: {lerning_rate: 0.1}": "lerning_rate",

@@ -1,5 +1,6 @@
 """What cannot work is refused before the first step, and where possible before any other process is started."""
 
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +47,12 @@ def check_devices(config: Any) -> None:
         name, given = str(strategy.get("class_path", strategy)), strategy.get("init_args") or {}
     if name not in _STRATEGIES and not name.endswith("DDPStrategy"):
         raise UserError(f"--strategy {name}: this trains with ddp, one process per device: --strategy ddp.")
+    alone = strategy == "auto" and config.num_nodes == 1 and str(config.devices) in ("auto", "1")
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and not on_cuda and not alone:
+        raise UserError(
+            "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch's DDP ends on a CPU with SIGSEGV (seen with 2.14.1 and 2.15.0). "
+            "Unset it,\nor set it to INFO."
+        )
     if str(given.get("static_graph")).lower() == "true" and config.accumulate_grad_batches > 1:
         raise UserError(
             f"--trainer.strategy.static_graph true and --trainer.accumulate_grad_batches {config.accumulate_grad_batches}: "
