@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import torchvision
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+import project.export
 import project.lit.run as run
 from project.core.checkpoint import RECORD, write_atomic
 from project.core.config import DataConfig
 from project.core.decode import read_image
 from project.core.errors import UserError, WriteError
+from project.core.files import prepare_place, replacing, write_text
 from project.core.index import load_splits
 from project.core.inference import load_trained
 from project.core.transforms import Normalize, val_transform
@@ -137,21 +140,22 @@ def test_predict(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     write_images(tmp_path / "more" / "deep", 2)
     (tmp_path / "bad.jpg").write_bytes(b"broken")
     val = load_splits(DataConfig(root="digits")).val
-    finished = run_module(
-        "project.predict",
-        "--ckpt_path",
-        checkpoint,
-        val.path(0),
-        tmp_path / "more",
-        tmp_path / "bad.jpg",
-        "--json",
-        tmp_path / "p.json",
-    )
+    bad, more = str(tmp_path / "bad.jpg"), [str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2)]
+    given = [val.path(0), bad, val.path(0), tmp_path / "more", bad, *reversed(more)]
+    flags = ["--json", tmp_path / "new" / "p.json", "--batch_size", "3"]
+    finished = run_module("project.predict", "--ckpt_path", checkpoint, *given, *flags)
     assert finished.code == 1  # because of the bad one
-    assert finished.err == f"error: cannot read the image {tmp_path}/bad.jpg: cannot identify image file '{tmp_path}/bad.jpg'\n"
-    found = json.loads((tmp_path / "p.json").read_text())
-    assert [row["image"] for row in found] == [val.path(0), *(str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2))]
-    assert all(len(row["predictions"]) == 5 for row in found)
+    reason = f"cannot read the image {bad}: cannot identify image file '{bad}'"
+    assert finished.err == 2 * f"error: {reason}\n"
+    found = json.loads((tmp_path / "new/p.json").read_text())
+    assert [row["image"] for row in found] == [val.path(0), bad, val.path(0), *more, bad, *reversed(more)]
+    assert found[1] == {"image": bad, "error": reason} == found[5]
+    for a, b in ((0, 2), (3, 7), (4, 6)):  # the same images, in other batches
+        assert [each["class"] for each in found[a]["predictions"]] == [each["class"] for each in found[b]["predictions"]]
+        assert found[a]["predictions"][0]["probability"] == pytest.approx(found[b]["predictions"][0]["probability"], abs=1e-5)
+    assert all(len(row["predictions"]) == 5 for row in found if "error" not in row)
+    shown = [line.split("  ")[0].strip() for line in finished.out.splitlines()[1:] if not line.startswith(" ")]
+    assert [name for name in shown if name] == [row["image"] for row in found]
     trained = load_trained(ckpt_path=str(checkpoint), weights=None)
     with torch.no_grad():
         pixels = val_transform(val_resize=32, val_size=32)(read_image(val.path(0)))
@@ -208,7 +212,7 @@ def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_p
 
 def test_other_decay_groups_than_a_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--ckpt_path", str(checkpoint), "--model.norm_weight_decay", "0", "--trainer.default_root_dir", str(tmp_path)]
-    with pytest.raises(UserError, match="holds 1 groups of parameters.*this run would have 2"):
+    with pytest.raises(UserError, match="holds 1 group of parameters.*this run would have 2"):
         run.fit([*QUICK, *flags, "--max_epochs", "2"])
 
 
@@ -241,6 +245,43 @@ def test_A7_M5_lightnings_extension_points(tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in (tmp_path / "runs/1/checkpoints").iterdir()] == ["last.ckpt"]  # no metric, no best
     run.fit([*QUICK, *out, "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false"])
     assert not (tmp_path / "runs/2/checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.onnx"])
+def test_an_export_that_breaks_off_leaves_the_earlier_file_as_it_was(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(*given: object, **_: object) -> None:
+        [file] = [each for each in given if isinstance(each, Path) or hasattr(each, "write")]
+        file.write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", break_off)
+    monkeypatch.setattr(torch.onnx, "export", break_off)
+    monkeypatch.setattr(project.export, "save_file", break_off)
+    (tmp_path / name).write_bytes(b"earlier")
+    monkeypatch.setattr("sys.argv", ["export", "--ckpt_path", str(checkpoint), "--out", str(tmp_path / name)])
+    with pytest.raises((OSError, WriteError), match="No space left"):
+        project.export.main()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: b"earlier"}
+
+
+def test_a_file_takes_the_place_of_another_whole_through_a_link_and_beside_other_writers(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link.json").symlink_to("place/file.json")
+    write_text(tmp_path / "link.json", "one")
+    with replacing(tmp_path / "link.json") as first, replacing(tmp_path / "link.json") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert (tmp_path / "place/file.json").read_text() == "one"
+    assert (tmp_path / "link.json").is_symlink()
+    assert {path.name: path.read_text() for path in (tmp_path / "place").iterdir()} == {"file.json": "first"}
+    write_text(Path(os.devnull), "a device stays one")
+    assert not Path(os.devnull).is_file()
+    with pytest.raises(UserError, match="--json .*place is a folder: name a file in it"):
+        prepare_place(tmp_path / "place", flag="--json")
+    with pytest.raises(UserError, match="its folder cannot be made"):
+        prepare_place(tmp_path / "place/file.json/x/y", flag="--json")
 
 
 def test_E10_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Folders to samples: layouts, what never becomes a class, and what is noticed between two runs."""
 
+import io
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from project.core import index as index_module
 from project.core.config import DataConfig
 from project.core.errors import UserError
 from project.core.index import ImageIndex, load_index, load_splits
+from project.core.report import data_lines
 from tests.conftest import write_images
 
 Make = Callable[..., Path]
@@ -51,6 +54,28 @@ def test_class_folders_are_sorted_and_foreign_files_counted(make_data: Make) -> 
     assert names(index) == [f"{name}/{i}.jpg" for name in index.classes for i in range(2)]
     assert index.targets.tolist() == [0, 0, 1, 1, 2, 2]
     assert index.ignored[0] == 5
+
+
+def test_what_systems_and_network_drives_leave_is_no_class_and_no_image(make_data: Make) -> None:
+    """A class folder of which only such files are left is none, either; one that is empty, or has other files, is refused."""
+    root = make_data(train=6, val=3)
+    train = root / "train"
+    for name in ("__MACOSX/ant", "@eaDir/0.jpg", "$RECYCLE.BIN", "lost+found", "System Volume Information"):
+        write_images(train / name, 1)
+        write_images(train / "ant" / name, 1)
+    for name in ("ant/Thumbs.db", "desktop.ini"):
+        (train / name).write_bytes(b"")
+    (train / "rest").mkdir()
+    (train / "rest" / "._0.jpg").write_bytes(b"AppleDouble")
+    (train / "rest" / "._1.jpg").write_bytes(b"AppleDouble")
+    index = load_index(train)
+    assert (index.classes, len(index)) == (["ant", "bee", "cat"], 6)
+    assert index.ignored[0] == 2 * 5 + 2 + 2
+    (train / "rest" / "notes.txt").write_text("of a person's")
+    assert "train/rest holds no image" in refusal(root)
+    for file in (train / "rest").iterdir():
+        file.unlink()
+    assert "train/rest holds no image" in refusal(root)
 
 
 def test_linked_and_nested_folders_are_followed(make_data: Make, tmp_path: Path) -> None:
@@ -100,6 +125,54 @@ def test_a_folder_changed_just_before_the_scan_is_scanned_again(make_data: Make,
     assert scanned
 
 
+def test_a_damaged_cache_is_made_anew_and_may_be_read_by_others(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_RACY_NS", 0)
+    train = make_data(train=6, val=3) / "train"
+    expected = names(load_index(train))
+    cached = index_module.cached_index(train)
+    whole = cached.read_bytes()
+    assert cached.stat().st_mode & 0o044 == 0o044 & ~umask()
+    assert [path.name for path in cached.parent.glob(f"*{cached.stem}*")] == [cached.name]
+    npy = io.BytesIO()
+    np.save(npy, np.zeros(3))
+    foreign = io.BytesIO()
+    np.savez(foreign, meta=np.frombuffer(b"[]", np.uint8))
+    for damaged in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], b"garbage", npy.getvalue(), foreign.getvalue()):
+        cached.write_bytes(damaged)
+        index = load_index(train)
+        assert (names(index), index.note) == (expected, "")
+        assert cached.stat().st_size == len(whole)
+
+
+def umask() -> int:
+    found = os.umask(0o022)
+    os.umask(found)
+    return found
+
+
+def test_without_a_place_for_the_cache_there_is_one_note_and_the_digits_are_in_a_temporary_folder(
+    make_data: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = make_data(train=6, val=3)
+    config = DataConfig(root=str(root))
+    [note] = [line for line in data_lines(config, load_splits(config)) if "LOCKSTEP_CACHE" in line]
+    assert note.startswith(f"note  {tmp_path}/file/cache cannot be written (Not a directory), so each run lists the images anew")
+    digits = load_splits(DataConfig(root="digits"))
+    assert (len(digits.train), Path(digits.train.folder).parents[1].parent) == (1438, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="The embedded digits need a folder to be written to.*\n.*with LOCKSTEP_CACHE"):
+        load_splits(DataConfig(root="digits"))
+    monkeypatch.delenv("LOCKSTEP_CACHE")
+    monkeypatch.setattr(index_module.platformdirs, "user_cache_path", lambda _: Path("~/.cache/lockstep"))
+    monkeypatch.setattr(os.path, "expanduser", str)  # as where there is no HOME and no entry for the user
+    monkeypatch.chdir(tmp_path)
+    assert "~/.cache/lockstep cannot be written (this user has no home folder)" in load_index(root / "train").note
+    assert not (tmp_path / "~").exists()
+
+
 def test_kaggle_layout(make_data: Make, tmp_path: Path) -> None:
     made = make_data(train=6, val=3)
     inside = tmp_path / "kaggle" / "ILSVRC" / "Data" / "CLS-LOC"
@@ -110,6 +183,7 @@ def test_kaggle_layout(make_data: Make, tmp_path: Path) -> None:
         (inside / "val" / name / "0.jpg").rename(inside / "val" / f"ILSVRC2012_val_{name}.JPEG")
         (inside / "val" / name).rmdir()
     assert "LOC_val_solution.csv" in refusal(tmp_path / "kaggle")
+    (inside / "val" / ".ipynb_checkpoints").mkdir()
     table = "ImageId,PredictionString\n" + "".join(f"ILSVRC2012_val_{name},{name} 1 2 3 4\n" for name in ("cat", "ant", "bee"))
     (tmp_path / "kaggle" / "LOC_val_solution.csv").write_text(table)
     val = load_splits(DataConfig(root=str(tmp_path / "kaggle"))).val

@@ -18,6 +18,7 @@ from project.core.recipe import recipe_lines
 from project.core.recorder import check_record_folder
 from project.core.report import accuracy, data_lines, run_lines
 from project.core.weights import find_arch, read_weights
+from project.core.words import count
 from project.lit.checks import check_fit
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.data import total_steps
@@ -107,7 +108,7 @@ def validate(arguments: list[str]) -> int:
         return code
     [metrics] = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
     if cli.trainer.is_global_zero:
-        print(f"{accuracy(metrics)}, loss {metrics['val/loss']:.6f} on {metrics['val/images']:,.0f} images", flush=True)
+        print(f"{accuracy(metrics)}, loss {metrics['val/loss']:.6f} on {count(int(metrics['val/images']), 'image')}", flush=True)
     return 0
 
 

@@ -13,6 +13,7 @@ from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.device import find_device
 from project.core.errors import UserError
+from project.core.files import replacing
 from project.core.process import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
 
@@ -255,4 +256,5 @@ def parse(arguments: list[str]) -> Settings:
 
 def save_config(settings: Settings, folder: Path) -> None:
     """config.yaml, which both trainers read."""
-    settings.parser.save(settings.config, folder / "config.yaml", skip_none=False, overwrite=True)
+    with replacing(folder / "config.yaml") as partial:
+        settings.parser.save(settings.config, partial, skip_none=False, overwrite=True)
