@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import NothingToDo, UserError
+from project.core.image_list import image_changes, same_folder
 from project.core.index import Splits
 from project.core.model import last_map_size, new_model
 from project.core.optim import check_schedule, decay_groups
@@ -164,14 +165,25 @@ def check_resume(
             f"{len(groups)}: give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new "
             "training from it with --model.weights."
         )
+    changes = image_changes(record, splits)
+    inside = not record["complete"] and 0 < record["batches"] < record["batches_per_epoch"]
+    if inside and "train" in changes:
+        raise UserError(
+            f"{flag} was written inside epoch {record['epoch'] + 1}, after {record['batches']} of "
+            f"{count(record['batches_per_epoch'], 'batch')}, and the images are others now:\n{changes['train']}. Their order is "
+            "another one, so the rest of this epoch would repeat some and leave out others.\nPut the images back, "
+            "go on from a checkpoint of an epoch's end, or start a new training from it with --model.weights."
+        )
     then = (record["steps_per_epoch"], record["batches_per_epoch"], record["accumulate"])
     now = (plan.steps_per_epoch, plan.batches, plan.accumulate)
     if then != now:
+        same, why = "the same --data.global_batch_size and accumulation", ""
+        if "train" in changes:
+            same, why = f"{same} and the same images", f":\n{changes['train']}"
         raise UserError(
             f"{flag} was trained with {count(then[0], 'step')} per epoch, of {count(then[1], 'batch')} per rank "
-            f"and {then[2]} accumulated,\n"
-            f"this run would have {now[0]}, of {now[1]} and {now[2]}. Go on with the same --data.global_batch_size and "
-            "accumulation,\nor start a new training from it with --model.weights."
+            f"and {then[2]} accumulated,\nthis run would have {now[0]}, of {now[1]} and {now[2]}{why}. Go on with {same},\n"
+            "or start a new training from it with --model.weights."
         )
     validated = record["complete"] or record["batches"] < record["batches_per_epoch"]  # or there was none to come
     if last is not None and record["step"] >= last and validated:
@@ -179,7 +191,11 @@ def check_resume(
             f"{flag} has already taken {record['step']} of {count(last, 'step')}: there is nothing left to train. "
             "Give a larger --trainer.max_epochs."
         )
-    return _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
+    lines = _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
+    lines += [f"note  the images are others than in the run before: {change}" for change in changes.values()]
+    if inside and "images" not in record:
+        lines.append("note  the checkpoint does not say which images it is of: go on with the same ones, under the same names")
+    return lines
 
 
 def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: dict[str, Any]) -> list[str]:
@@ -190,7 +206,9 @@ def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: 
         f"--{part}.{name} {then[part].get(name)} -> {value}"
         for part in ("model", "data")
         for name, value in settings[part].items()
-        if then[part].get(name) != value and name not in ("num_workers", "weights")
+        if then[part].get(name) != value
+        and name not in ("num_workers", "weights")
+        and not (name == "root" and same_folder(then[part]["root"], value))
     ]
     if then["seed_everything"] != settings["seed_everything"]:
         changes.append(f"--seed_everything {then['seed_everything']} -> {settings['seed_everything']}")

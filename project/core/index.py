@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,14 @@ class ImageIndex:
 
     def path(self, i: int) -> str:
         return os.path.join(self.folder, self.name(i))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the paths in their order and their classes, wherever the folder lies."""
+        digest = hashlib.sha256(json.dumps(self.classes).encode())
+        for array in (self.names, self.ends.astype("<i8"), self.targets.astype("<i8")):
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:32]
 
     def select(self, keep: np.ndarray) -> "ImageIndex":
         """The images whose positions are in `keep`, with the same classes."""
@@ -374,5 +383,6 @@ def _split_class_folders(index: ImageIndex, fraction: float) -> Splits:
             f"Of {count(len(index), 'image')} in {index.folder}, --data.val_fraction {fraction} holds out none for validation.\n"
             "Give a larger share, or make train/<class>/ and val/<class>/."
         )
-    source = f"{index.folder} ({fraction:.0%} held out for validation: --data.val_fraction)"
+    share = f"{100 * fraction:g} % held out for validation" if fraction < 1 else "all images are for validation"
+    source = f"{index.folder} ({share}: --data.val_fraction)"
     return Splits(index.select(np.flatnonzero(~held_out)), index.select(np.flatnonzero(held_out)), source)

@@ -24,6 +24,8 @@ def data_lines(config: DataConfig, splits: Splits) -> list[str]:
         lines.append(f"      {record_line(record)}")
     if config.root == DIGITS:
         lines.append("      yours: --data.root FOLDER with train/<class>/ and val/<class>/")
+        if Path(DIGITS).is_dir():
+            lines.append(f"note  there is a folder {DIGITS} here, too: --data.root ./{DIGITS} names it")
     ignored = splits.train.ignored[0] + splits.val.ignored[0]
     if ignored:
         example = splits.train.ignored[1] or splits.val.ignored[1]

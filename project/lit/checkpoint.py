@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from project.core.checkpoint import RECORD, copy_atomic, write_atomic
+from project.core.image_list import describe_images
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
@@ -94,6 +95,7 @@ class Record(Callback):
             "data": asdict(data.config),
             "classes": data.splits.classes,
             "samples": len(data.splits.train),
+            "images": describe_images(data.splits),
             "steps_per_epoch": data.plan.steps_per_epoch,
             "batches_per_epoch": data.plan.batches,
             "accumulate": data.plan.accumulate,

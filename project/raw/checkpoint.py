@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from project.core.checkpoint import RECORD, copy_atomic
 from project.core.ema import EMA
+from project.core.image_list import describe_images
 from project.core.optim import follow_recipe, recipe_of
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
@@ -65,6 +66,7 @@ def make_checkpoint(state: State, data: ImageFolders, place: Place, *, history: 
         "data": asdict(data.config),
         "classes": data.splits.classes,
         "samples": len(data.splits.train),
+        "images": describe_images(data.splits),
         "steps_per_epoch": data.plan.steps_per_epoch,
         "batches_per_epoch": data.plan.batches,
         "accumulate": data.plan.accumulate,
