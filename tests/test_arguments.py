@@ -1,4 +1,4 @@
-"""What a command line becomes: files and flags have their say; where they are silent, precision and layout follow the hardware."""
+"""What a command line becomes: files and flags have their say; where they do not, precision and layout follow the hardware."""
 
 from collections.abc import Callable
 from pathlib import Path

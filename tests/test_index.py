@@ -2,10 +2,12 @@
 
 import io
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from project.core import index as index_module
 from project.core.config import DataConfig
 from project.core.errors import UserError
+from project.core.image_list import describe_images, image_changes, same_folder, share_to_evaluate
 from project.core.index import ImageIndex, load_index, load_splits
 from project.core.report import data_lines
 from tests.conftest import write_images
@@ -204,6 +207,55 @@ def test_class_folders_alone_are_split_by_name(tmp_path: Path) -> None:
     assert val <= set(names(grown.val))  # no image has changed sides
     everything = load_splits(DataConfig(root=str(tmp_path), val_fraction=1.0), evaluate=True)
     assert (len(everything.train), len(everything.val)) == (0, 120)
+
+
+def test_a_list_of_images_is_known_by_its_paths_and_classes_wherever_it_lies(
+    make_data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_data(train=6, val=3)
+    record = {"samples": 6, "images": describe_images(load_splits(DataConfig(root=str(root))))}
+
+    def changes() -> dict[str, str]:
+        return image_changes(record, load_splits(DataConfig(root=str(root))))
+
+    assert changes() == {}
+    root = root.rename(tmp_path / "moved")
+    assert changes() == {}
+    write_images(root / "train" / "ant", 2, start=7)
+    assert changes() == {"train": "6 training images then, 8 now (2 more)"}
+    for name in ("7.jpg", "1.jpg"):
+        (root / "train" / "ant" / name).unlink()
+    assert changes() == {"train": "6 training images then and now, under other names or in other classes"}
+    (root / "train" / "ant" / "8.jpg").rename(root / "train" / "ant" / "1.jpg")
+    assert changes() == {}
+    (root / "train" / "ant" / "1.jpg").rename(root / "train" / "cat" / "1a.jpg")
+    (root / "val" / "bee" / "0.jpg").rename(root / "val" / "bee" / "1.jpg")
+    assert list(changes()) == ["train", "val"]
+
+
+def test_a_folder_is_the_same_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its held-out share alone is evaluated, and of a copy, too; of other images all are."""
+    for k, name in enumerate(("ant", "bee")):
+        write_images(tmp_path / "photos" / name, 20, shade=50 * k, size=8)
+    (tmp_path / "link").symlink_to("photos")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    record: dict[str, Any] = {"data": {"root": "photos", "val_fraction": 0.25}, "samples": 30}
+    images = describe_images(load_splits(DataConfig(root="photos", val_fraction=0.25)))
+    for root in ("photos", "photos/", "./photos", str(tmp_path / "photos"), "~/photos", "link", "photos/../link/."):
+        assert same_folder("photos", root)
+        assert share_to_evaluate(record, root) == 0.25
+    shutil.copytree("photos", "copy")
+    assert not same_folder("photos", "copy")
+    assert share_to_evaluate({**record, "images": images}, "copy") == 0.25
+    assert share_to_evaluate(record, "copy") == 1.0  # a checkpoint of an earlier version cannot tell
+    write_images(Path("copy/ant"), 1, start=50, size=8)
+    assert share_to_evaluate({**record, "images": images}, "copy") == 1.0
+    assert share_to_evaluate({**record, "images": images}, "nowhere") == 1.0
+    (tmp_path / "digits").mkdir()
+    assert [same_folder("digits", root) for root in ("digits", "./digits", None)] == [True, False, False]
+    lines = data_lines(DataConfig(root="digits"), load_splits(DataConfig(root="digits")))
+    assert "note  there is a folder digits here, too: --data.root ./digits names it" in lines
 
 
 def test_what_is_no_data_set_is_refused(make_data: Make, tmp_path: Path) -> None:
