@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 
 from project.core.checkpoint import write_atomic
 from project.core.errors import UserError
+from project.core.files import prepare_place, replacing
 from project.core.inference import Trained, load_trained
 from project.core.process import run_command
+from project.core.words import count
 
 
 def export_onnx(trained: Trained, path: Path) -> None:
@@ -40,19 +42,21 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="file to write: .pt, .safetensors or .onnx")
     options = parser.parse_args()
     out: Path = options.out
+    if out.suffix not in (".pt", ".pth", ".safetensors", ".onnx"):
+        raise UserError(f"--out {out}: the name must end in .pt, .safetensors or .onnx.")
+    prepare_place(out, flag="--out")
     trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights, ema=options.ema)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix in (".pt", ".pth"):
         write_atomic(trained.network.state_dict(), out)
     elif out.suffix == ".safetensors":
-        save_file(trained.network.state_dict(), out)
-    elif out.suffix == ".onnx":
-        export_onnx(trained, out)
+        with replacing(out) as partial:
+            save_file(trained.network.state_dict(), partial)
     else:
-        raise UserError(f"--out {out}: the name must end in .pt, .safetensors or .onnx.")
-    classes = len(trained.classes)
+        with replacing(out) as partial:
+            export_onnx(trained, partial)
+    classes = count(len(trained.classes), "class")
     print(
-        f"{out}: {trained.arch} with {classes:,} classes, {out.stat().st_size / 1e6:.1f} MB; made for images of",
+        f"{out}: {trained.arch} with {classes}, {out.stat().st_size / 1e6:.1f} MB; made for images of",
         end=" ",
     )
     print(f"{trained.val_size} x {trained.val_size} (short side {trained.val_resize})")

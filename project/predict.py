@@ -1,40 +1,55 @@
-"""The five most likely classes of images: `python -m project.predict --ckpt_path CKPT IMAGE_OR_FOLDER... [--json FILE]`."""
+"""The five most likely classes of images: `python -m project.predict --ckpt_path CKPT IMAGE_OR_FOLDER... [--json FILE]`.
+
+Images come in the order given, one given twice comes twice. In the JSON file an image that cannot be read has `error` in
+place of `predictions`.
+"""
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from project.core.errors import BadImageError
+from project.core.files import prepare_place, write_text
 from project.core.inference import find_images, load_trained, predict
 from project.core.process import run_command
 
 _TOP = 5
+_WIDE = 10_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m project.predict", description=__doc__, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m project.predict", description=__doc__, formatter_class=raw, allow_abbrev=False
+    )
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
     parser.add_argument("--ema", action="store_true", help="the moving average of the checkpoint's run")
-    parser.add_argument("--json", metavar="FILE", help="write the predictions to this file too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the predictions to this file too")
     parser.add_argument("--batch_size", type=int, default=32, help="images per forward (default: %(default)s)")
     options = parser.parse_args()
     if options.batch_size < 1:
         parser.error(f"--batch_size is {options.batch_size}: give 1 or more images")
+    if options.json is not None:
+        prepare_place(options.json, flag="--json")
     trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights, ema=options.ema)
     paths = find_images(options.images)
 
     table = Table("image", "class", "probability", box=None, pad_edge=False)
     table.columns[2].justify = "right"
-    rows, failed = [], []
+    rows: list[dict[str, Any]] = []
+    failed = []
     for path, result in predict(trained, paths, batch_size=options.batch_size):
         if isinstance(result, BadImageError):
-            failed.append(result)
+            failed.append(str(result).splitlines()[0])
+            rows.append({"image": path, "error": failed[-1]})
+            table.add_row(path, "cannot be read", "", end_section=True)
             continue
         top = result.topk(min(_TOP, len(result)))
         found = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -46,11 +61,12 @@ def main() -> int:
         )
         for position, (i, probability) in enumerate(found):
             table.add_row("" if position else path, trained.labels[i], f"{probability:.2%}", end_section=i == found[-1][0])
-    Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty()).print(table)
+    width = None if sys.stdout.isatty() else _WIDE  # else names would be cut off in a pipe
+    Console(highlight=False, markup=False, soft_wrap=width is not None, width=width).print(table)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
     for error in failed:
-        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
+        sys.stderr.write(f"error: {error}\n")
     return 1 if failed else 0
 
 

@@ -18,6 +18,8 @@ from project.core.preparing.record import RECORD, Settings
 from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
 from project.core.preparing.sources import find_source
 from project.core.process import SIGNALS, run_command
+from project.core.report import no_images
+from project.core.words import count
 
 _SHOWN = 20  # images that were left out, on the terminal; the record names all
 
@@ -69,11 +71,11 @@ def main() -> int:
 
     print(f"from  {src}")
     for part in parts:
-        size = gigabytes(part.bytes) if part.count is None else f"{part.count:,} images"
+        size = gigabytes(part.bytes) if part.count is None else count(part.count, "image")
         name = part.where.name if part.count is None else part.name or "class folders"
-        print(f"      {name}: {size}, {len(part.classes):,} classes")
+        print(f"      {name}: {size}, {count(len(part.classes), 'class')}")
         if part.ignored[0]:
-            print(f"note  {part.ignored[0]:,} files or folders in it are no images, such as {part.ignored[1]}")
+            print(f"note  in it {no_images(*part.ignored)}")
     print(f"to    {dst}")
     print(f"      training: short side {settings.short_side} at most, JPEG quality {settings.quality}")
     if len(parts) == 1:
@@ -86,7 +88,7 @@ def main() -> int:
     else:
         free = check_space(expected.bytes, dst)
         print(f"disk  about {gigabytes(expected.bytes)} of the {gigabytes(free)} that are free")
-    print(f"run   {options.workers} {'process' if options.workers == 1 else 'processes'}", flush=True)
+    print(f"run   {count(options.workers, 'process')}", flush=True)
 
     preparation = Preparation(settings, dst, parts, expected.counts)
     for number in SIGNALS:
@@ -95,14 +97,14 @@ def main() -> int:
         seconds = preparation.run(workers=options.workers)
     except KeyboardInterrupt as ended:
         number = ended.args[0]
-        sys.stderr.write(f"ended by {signal.Signals(number).name} with {preparation.images:,} images done; ")
+        sys.stderr.write(f"ended by {signal.Signals(number).name} with {count(preparation.images, 'image')} done; ")
         sys.stderr.write("the same command goes on with the rest\n")
         return 128 + number
     tallies = preparation.tallies.values()
     before, after = (gigabytes(sum(getattr(tally, name) for tally in tallies)) for name in ("source_bytes", "bytes"))
     now = "" if preparation.new == preparation.images else f"{preparation.new:,} of them now, "
     speed = f"{now}{duration(seconds)}, {preparation.new / seconds:,.0f} img/s"
-    print(f"done  {preparation.images:,} images, {before} became {after} ({speed})")
+    print(f"done  {count(preparation.images, 'image')}, {before} became {after} ({speed})")
     print(f"      train with --data.root {dst}", flush=True)
     return _report(preparation.left_out, dst)
 

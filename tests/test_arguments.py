@@ -1,47 +1,123 @@
-"""What a command line becomes before it is parsed: precision and layout follow the hardware where nothing decides them."""
+"""What a command line becomes: files and flags have their say; where they do not, precision and layout follow the hardware."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from project.core.arguments import expand, flag_value
+import project.raw.cli
+from project.core.arguments import expand, flag_value, follow_hardware
 from project.core.config import CONFIGS
 from project.core.device import fast_layout, fast_precision
+from project.lit.cli import TrainCLI
+
+Parsed = Callable[..., Any]
 
 
-def precision_and_layout(*arguments: str) -> list[str | None]:
-    expanded = expand(["--data.root", "x", *arguments], train=True)
-    return [flag_value(expanded, "--trainer.precision"), flag_value(expanded, "--model.channels_last")]
+@pytest.fixture(params=["fit", "fit_raw"])
+def parsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parsed:
+    """The settings that either trainer reads from a command line, on whatever device it seems to have."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TrainCLI, "before_instantiate_classes", lambda _: None)
+    monkeypatch.setattr(TrainCLI, "instantiate_classes", lambda _: None)
+
+    def parse(*arguments: str) -> Any:
+        expanded = expand(list(arguments), train=True)
+        if request.param == "fit":
+            return TrainCLI(expanded).config
+        parser = project.raw.cli._parser()
+        return parser.parse_args(follow_hardware(expanded, parser.parse_args))
+
+    return parse
+
+
+def precision_and_layout(config: Any) -> tuple[str, bool]:
+    return config.trainer.precision, config.model.channels_last
+
+
+def write(path: Path, **content: Any) -> str:
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
 
 
 @pytest.mark.parametrize(("has", "precision"), [({"avx512_bf16": True}, "bf16-mixed"), ({"avx512_bf16": False}, "32-true")])
-def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, has: dict[str, bool], precision: str) -> None:
+def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, parsed: Parsed, has: dict[str, bool], precision: str) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     assert fast_precision("cpu") == precision
-    assert precision_and_layout("--accelerator", "cpu") == [precision, "true"]
+    assert precision_and_layout(parsed("--data.root", "x", "--accelerator", "cpu")) == (precision, True)
 
 
-def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert precision_and_layout() == ["32-true", "false"]
+    assert precision_and_layout(parsed("--data.root", "x")) == ("32-true", False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert precision_and_layout() == ["bf16-mixed", "true"]
+    assert precision_and_layout(parsed("--data.root", "x")) == ("bf16-mixed", True)
 
 
-def test_what_a_flag_or_a_file_says_is_left_alone(tmp_path: Path) -> None:
-    decided = tmp_path / "decided.yaml"
-    decided.write_text("trainer: {precision: 16-mixed}\nmodel: {channels_last: false}\n", encoding="utf-8")
-    undecided = tmp_path / "undecided.yaml"
-    undecided.write_text("trainer: {precision: null}\n", encoding="utf-8")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    fast = [fast_precision(device), str(fast_layout(device)).lower()]
-    assert precision_and_layout("--precision", "64-true", "--model.channels_last=false") == ["64-true", "false"]
-    assert precision_and_layout("--config", str(decided)) == [None, None]
-    assert precision_and_layout("-c", str(decided), "-c", str(undecided)) == [None, None]
-    assert precision_and_layout(f"--config={undecided}") == fast
-    assert precision_and_layout("--config", str(CONFIGS / "digits.yaml")) == [None, None]  # the same run on each machine
+def test_what_a_flag_or_a_file_of_any_form_says_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, parsed: Parsed, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    fast = ("bf16-mixed", True)
+    decided = write(tmp_path / "decided.yaml", trainer={"precision": "32-true"}, model={"channels_last": False})
+    undecided = write(tmp_path / "undecided.yaml", trainer={"precision": None}, model={"lr": 0.5})
+    trainer = write(tmp_path / "trainer.yaml", precision="32-true", max_epochs=3)
+    model = write(tmp_path / "model.yaml", channels_last=False, lr=0.3)
+    cpu = ["--accelerator", "cpu", "--data.root", "x"]
+    own = ("32-true", False)
+    for given in (
+        ["--precision", "32-true", "--model.channels_last=false"],
+        ["--config", decided],
+        ["--trainer", trainer, "--model", model],
+        [f"--trainer={trainer}", f"--model={model}"],
+        ["--trainer", "{precision: 32-true}", "--model", "{channels_last: false}"],
+        ["-c", undecided, "--trainer", trainer, "--model.channels_last", "false"],
+    ):
+        assert precision_and_layout(parsed(*given, *cpu)) == own, given
+    for given in ([f"--config={undecided}"], ["-c", decided, "-c", undecided, "--model.channels_last", "null"]):
+        assert precision_and_layout(parsed(*given, *cpu)) == fast  # null says nothing
+    both = parsed("--max_epochs", "7", "--model.nesterov", "true", "--trainer", trainer, "--model", model, "-c", undecided, *cpu)
+    assert (both.trainer.max_epochs, both.model.lr, both.model.nesterov) == (7, 0.3, True)  # flag, group, all: in this order
+    assert both.model.momentum == 0.9
+    digits = parsed("--config", str(CONFIGS / "digits.yaml"), *cpu)
+    assert precision_and_layout(digits) == own  # the same run on each machine
     assert flag_value(expand([], train=False), "--trainer.precision") is None  # published accuracies are those of float32
+
+
+def test_print_config_shows_what_will_run(
+    monkeypatch: pytest.MonkeyPatch, parsed: Parsed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    with pytest.raises(SystemExit):
+        parsed("--print_config", "--trainer", write(tmp_path / "t.yaml", max_epochs=3), "--data.root", "x", "--accelerator=cpu")
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["trainer"]["precision"], shown["model"]["channels_last"]) == ("bf16-mixed", True)
+    assert shown["trainer"]["max_epochs"] == 3
+
+
+def test_the_recipe_follows_the_images_wherever_they_are_named(parsed: Parsed, tmp_path: Path) -> None:
+    data = write(tmp_path / "data.yaml", root="photos", num_workers=0)
+    found = parsed("--data", data)
+    assert (found.data.root, found.data.num_workers, found.model.lr) == ("photos", 0, 0.1)
+    digits = parsed("--data", write(tmp_path / "data.yaml", num_workers=0))
+    assert (digits.data.root, digits.data.num_workers, digits.data.train_size) == ("digits", 0, 32)
+
+
+def test_what_runs_is_saved_and_read_back(tmp_path: Path) -> None:
+    """A group's file is part of config.yaml, and no second file beside it."""
+    trainer = write(tmp_path / "trainer.yaml", precision="32-true", max_epochs=3, accelerator="cpu")
+    model = write(tmp_path / "model.yaml", lr=0.3)
+    settings = project.raw.cli.parse(expand(["--trainer", trainer, "--model", model, "--data.root", "x"], train=True))
+    (tmp_path / "run").mkdir()
+    project.raw.cli.save_config(settings, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    again = project.raw.cli.parse(expand(["--config", str(tmp_path / "run/config.yaml")], train=True))
+    assert (again.trainer, again.model, again.data) == (settings.trainer, settings.model, settings.data)
+    assert (again.trainer.precision, again.model.lr) == ("32-true", 0.3)
+    assert again.model.channels_last is fast_layout("cpu")

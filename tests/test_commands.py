@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -13,15 +16,21 @@ import torchvision
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+import project.export
 import project.lit.run as run
-from project.core.checkpoint import RECORD, write_atomic
-from project.core.config import DataConfig
+from project.core.checkpoint import RECORD, find_best, write_atomic
+from project.core.checks import check_resume
+from project.core.config import DataConfig, ModelConfig
 from project.core.decode import read_image
 from project.core.errors import UserError, WriteError
+from project.core.files import prepare_place, replacing, write_text
+from project.core.image_list import describe_images
 from project.core.index import load_splits
 from project.core.inference import load_trained
+from project.core.plan import BatchPlan
 from project.core.transforms import Normalize, val_transform
 from project.core.weights import find_arch
+from project.raw.checkpoint import inherit_best
 from tests.conftest import SMALL, run_module, write_images
 
 Make = Callable[..., Path]
@@ -81,6 +90,65 @@ def test_A8_A9_validation_is_exact_in_fit_and_on_any_number_of_ranks(
         assert loss == pytest.approx(expected["loss"], abs=2e-6)
 
 
+def test_held_out_images_of_class_folders_are_found_however_their_folder_is_spelled(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the images that it was trained on would be scored."""
+    splits = load_splits(DataConfig(root="digits"))
+    photos, other = tmp_path / "photos", tmp_path / "other"
+    photos.symlink_to(splits.train.folder)
+    other.symlink_to(splits.val.folder)
+    trained = content(checkpoint)
+    ours = DataConfig(root=str(photos), val_fraction=0.25)
+    trained[RECORD] |= {"images": describe_images(load_splits(ours))}
+    trained[RECORD]["data"] |= {"root": str(photos), "val_fraction": 0.25}
+    write_atomic(trained, tmp_path / "last.ckpt")
+    counted = {}
+    for name, root in {"spelled": f"{tmp_path}/./photos/", "other": str(other)}.items():
+        run.validate(["--ckpt_path", str(tmp_path / "last.ckpt"), "--data.root", root, "--devices", "1"])
+        counted[name] = printed(capsys.readouterr().out)[3]
+    assert counted == {"spelled": len(load_splits(ours).val), "other": 359}
+    assert 250 < counted["spelled"] < 450  # a quarter of 1,438
+
+
+def test_images_that_are_others_than_a_checkpoints_are_noticed(checkpoint: Path, tmp_path: Path) -> None:
+    """Inside an epoch its order would be another one; at its end, and of validation images, it is a note."""
+    trained = content(checkpoint)
+    record, splits = trained[RECORD], load_splits(DataConfig(root="digits"))
+    assert record["images"] == describe_images(splits)
+    assert [record["images"][part]["count"] for part in ("train", "val")] == [1438, 359]
+    config, data = ModelConfig(**record["model"]), DataConfig(**record["data"])
+    size = {"global_batch_size": data.global_batch_size, "world_size": 1, "accumulate": 1}
+    plan = BatchPlan(**size, samples=1438, drop_last=data.drop_last, limit=3)
+    epoch_end, inside = {"complete": True, "batches": 3}, {"complete": False, "batches": 1}
+
+    def resumed(place: dict[str, Any], images: dict[str, Any] | None, **changes: Any) -> str:
+        kept = {name: value for name, value in record.items() if name != "images"}
+        found = {**kept, **place, **changes, **({} if images is None else {"images": images})}
+        write_atomic({**trained, RECORD: found}, tmp_path / "c.ckpt")
+        return "\n".join(check_resume(str(tmp_path / "c.ckpt"), plan, splits, config, data, seed=1, last=9)[1:])
+
+    same = record["images"]
+    fewer = {**same, "train": {"count": 1437, "digest": "x"}}
+    renamed = {**same, "train": {"count": 1438, "digest": "x"}}
+    others = {**same, "val": {"count": 362, "digest": "x"}}
+    assert resumed(epoch_end, same) == resumed(inside, same) == resumed(epoch_end, None) == ""
+    with pytest.raises(
+        UserError, match=r"inside epoch 1, after 1 of 3 batches(.|\n)*1,437 training images then, 1,438 now \(1 more"
+    ):
+        resumed(inside, fewer)
+    with pytest.raises(UserError, match="1,438 training images then and now, under other names"):
+        resumed(inside, renamed)
+    with pytest.raises(UserError, match="1,500 training images then, 1,438 now \\(62 fewer"):  # also of an earlier version's
+        resumed(inside, None, samples=1500)
+    assert "does not say which images it is of" in resumed(inside, None)
+    note = "note  the images are others than in the run before: "
+    assert resumed(epoch_end, fewer) == note + "1,437 training images then, 1,438 now (1 more)"
+    assert resumed(inside, others) == note + "362 validation images then, 359 now (3 fewer)"
+    with pytest.raises(UserError, match="4 steps per epoch(.|\n)*1,437 training images then(.|\n)*and the same images"):
+        resumed(epoch_end, fewer, steps_per_epoch=4)
+
+
 @pytest.mark.slow
 def test_fewer_images_than_ranks_and_other_classes(checkpoint: Path, make_data: Make) -> None:
     root = make_data(train=4, val=2, classes=("0", "1"))
@@ -137,21 +205,22 @@ def test_predict(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     write_images(tmp_path / "more" / "deep", 2)
     (tmp_path / "bad.jpg").write_bytes(b"broken")
     val = load_splits(DataConfig(root="digits")).val
-    finished = run_module(
-        "project.predict",
-        "--ckpt_path",
-        checkpoint,
-        val.path(0),
-        tmp_path / "more",
-        tmp_path / "bad.jpg",
-        "--json",
-        tmp_path / "p.json",
-    )
+    bad, more = str(tmp_path / "bad.jpg"), [str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2)]
+    given = [val.path(0), bad, val.path(0), tmp_path / "more", bad, *reversed(more)]
+    flags = ["--json", tmp_path / "new" / "p.json", "--batch_size", "3"]
+    finished = run_module("project.predict", "--ckpt_path", checkpoint, *given, *flags)
     assert finished.code == 1  # because of the bad one
-    assert finished.err == f"error: cannot read the image {tmp_path}/bad.jpg: cannot identify image file '{tmp_path}/bad.jpg'\n"
-    found = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
-    assert [row["image"] for row in found] == [val.path(0), *(str(tmp_path / "more/deep" / f"{i}.jpg") for i in range(2))]
-    assert all(len(row["predictions"]) == 5 for row in found)
+    reason = f"cannot read the image {bad}: cannot identify image file '{bad}'"
+    assert finished.err == 2 * f"error: {reason}\n"
+    found = json.loads((tmp_path / "new/p.json").read_text())
+    assert [row["image"] for row in found] == [val.path(0), bad, val.path(0), *more, bad, *reversed(more)]
+    assert found[1] == {"image": bad, "error": reason} == found[5]
+    for a, b in ((0, 2), (3, 7), (4, 6)):  # the same images, in other batches
+        assert [each["class"] for each in found[a]["predictions"]] == [each["class"] for each in found[b]["predictions"]]
+        assert found[a]["predictions"][0]["probability"] == pytest.approx(found[b]["predictions"][0]["probability"], abs=1e-5)
+    assert all(len(row["predictions"]) == 5 for row in found if "error" not in row)
+    shown = [line.split("  ")[0].strip() for line in finished.out.splitlines()[1:] if not line.startswith(" ")]
+    assert [name for name in shown if name] == [row["image"] for row in found]
     trained = load_trained(ckpt_path=str(checkpoint), weights=None)
     with torch.no_grad():
         pixels = val_transform(val_resize=32, val_size=32)(read_image(val.path(0)))
@@ -208,7 +277,7 @@ def test_an_average_is_kept_evaluated_saved_and_exported(checkpoint: Path, tmp_p
 
 def test_other_decay_groups_than_a_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--ckpt_path", str(checkpoint), "--model.norm_weight_decay", "0", "--trainer.default_root_dir", str(tmp_path)]
-    with pytest.raises(UserError, match="holds 1 groups of parameters.*this run would have 2"):
+    with pytest.raises(UserError, match="holds 1 group of parameters.*this run would have 2"):
         run.fit([*QUICK, *flags, "--max_epochs", "2"])
 
 
@@ -243,12 +312,68 @@ def test_A7_M5_lightnings_extension_points(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "runs/2/checkpoints").exists()
 
 
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.onnx"])
+def test_an_export_that_breaks_off_leaves_the_earlier_file_as_it_was(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(*given: object, **_: object) -> None:
+        [file] = [each for each in given if isinstance(each, Path) or hasattr(each, "write")]
+        file.write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", break_off)
+    monkeypatch.setattr(torch.onnx, "export", break_off)
+    monkeypatch.setattr(project.export, "save_file", break_off)
+    (tmp_path / name).write_bytes(b"earlier")
+    monkeypatch.setattr("sys.argv", ["export", "--ckpt_path", str(checkpoint), "--out", str(tmp_path / name)])
+    with pytest.raises((OSError, WriteError), match="No space left"):
+        project.export.main()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: b"earlier"}
+
+
+def test_a_file_takes_the_place_of_another_whole_through_a_link_and_beside_other_writers(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link.json").symlink_to("place/file.json")
+    write_text(tmp_path / "link.json", "one")
+    with replacing(tmp_path / "link.json") as first, replacing(tmp_path / "link.json") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert (tmp_path / "place/file.json").read_text() == "one"
+    assert (tmp_path / "link.json").is_symlink()
+    assert {path.name: path.read_text() for path in (tmp_path / "place").iterdir()} == {"file.json": "first"}
+    write_text(Path(os.devnull), "a device stays one")
+    assert not Path(os.devnull).is_file()
+    with pytest.raises(UserError, match="--json .*place is a folder: name a file in it"):
+        prepare_place(tmp_path / "place", flag="--json")
+    with pytest.raises(UserError, match="its folder cannot be made"):
+        prepare_place(tmp_path / "place/file.json/x/y", flag="--json")
+
+
+def test_the_best_of_a_run_whose_folder_was_moved_is_taken_from_there(tmp_path: Path) -> None:
+    """A path that is relative to another folder may even lead to the best of another run."""
+    for name in ("moved/checkpoints", "elsewhere/checkpoints", "own"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "best.ckpt").write_text(name)
+    last = tmp_path / "moved/checkpoints/last.ckpt"
+    for recorded in ("gone/best.ckpt", str(tmp_path / "elsewhere/checkpoints/best.ckpt")):
+        best = inherit_best({"path": recorded, "top1": 0.5}, tmp_path / "own", ckpt_path=str(last))
+        assert best == {"path": str(tmp_path / "own/checkpoints/best.ckpt"), "top1": 0.5}
+        assert Path(best["path"]).read_text() == "moved/checkpoints"
+    assert find_best(str(tmp_path / "elsewhere/checkpoints/best.ckpt"), ckpt_path=tmp_path / "own/x/last.ckpt") is not None
+    assert inherit_best({"path": "gone/best.ckpt", "top1": 0.5}, tmp_path, ckpt_path="gone/last.ckpt") == {}
+
+
 def test_E10_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
+    moved = content(checkpoint)
+    [state] = [state for state in moved["callbacks"].values() if "best_model_path" in state]
+    state["best_model_path"] = "gone/best.ckpt"
+    write_atomic(moved, tmp_path / "moved/last.ckpt")
+    shutil.copy(checkpoint.with_name("best.ckpt"), tmp_path / "moved/best.ckpt")
     flags = [*QUICK, "--max_epochs", "2", "--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
-    run.fit([*flags, "--ckpt_path", str(checkpoint), "--model.lr", "0.5", "--model.schedule", "constant"])
+    run.fit([*flags, "--ckpt_path", str(tmp_path / "moved/last.ckpt"), "--model.lr", "0.5", "--model.schedule", "constant"])
     group = content(tmp_path / "runs/0/checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"][0]
     assert (group["lr"], group["initial_lr"]) == (0.5, 0.5)
-    best = content(tmp_path / "runs/0/checkpoints/best.ckpt")  # of both epochs, the earlier run's first one included
+    best = content(tmp_path / "runs/0/checkpoints/best.ckpt")  # of both epochs, that of the moved run included
     before, after = content(checkpoint)[RECORD]["metrics"], content(tmp_path / "runs/0/checkpoints/last.ckpt")[RECORD]["metrics"]
     assert best[RECORD]["metrics"]["val/top1"] == max(before["val/top1"], after["val/top1"])
 

@@ -43,7 +43,7 @@ def test_limits_follow_lightning() -> None:
     [
         ({"global_batch_size": 9}, ["--data.global_batch_size 9", "2 ranks", "8 or 10"]),
         ({"global_batch_size": 1}, ["2 ranks", "nearest that does is 2"]),
-        ({"samples": 1}, ["1 training images", "2 ranks", "--devices"]),
+        ({"samples": 1}, ["1 training image for", "2 ranks", "--devices"]),
         ({"samples": 6}, ["6 images", "3 each", "per-rank batch of 4", "--data.drop_last"]),
     ],
 )

@@ -117,7 +117,7 @@ def test_one_class(refused: Callable[..., str], make_data: Make) -> None:
 
 def test_few_samples(refused: Callable[..., str], make_data: Make) -> None:
     root = make_data(train=3, val=3)
-    assert "3 training images are fewer than 4 ranks" in refused("--data.root", root, "--devices", 4)
+    assert "3 training images for 4 ranks are too few" in refused("--data.root", root, "--devices", 4)
     assert "lacks 1 of the classes" in refused("--data.root", make_renamed(root))
 
 

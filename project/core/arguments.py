@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from project.core.errors import UserError
 from project.core.process import started_by_others, world_of_launcher
 from project.core.run_folder import RUNS, newest_checkpoint
 
+GROUPS = ("--trainer", "--model", "--data", "--checkpoint", "--guard")
+FILES = ("-c", "--config", *GROUPS)
+PRINT = "--print_config"
 SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
 
 
@@ -29,61 +33,75 @@ def flag_value(arguments: list[str], flag: str) -> str | None:
 def expand(arguments: list[str], *, train: bool) -> list[str]:
     """The command line as the parsers take it.
 
-    Short flags become `--trainer.*`; files come first, so that a flag wins wherever it stands. To train, the digits' or
-    ImageNet's recipe is used where no file is given, and precision and layout follow the hardware where nothing decides them.
+    Short flags become `--trainer.*`; files come first, those for a group of settings (`--trainer FILE`) behind those for all, so
+    that a flag wins wherever it stands. To train, the digits' or ImageNet's recipe is used where no file is given.
     """
-    files, flags, printing = [], [], []
+    files, groups, flags, printing = [], [], [], []
     rest = iter(arguments)
+
+    def whole(argument: str) -> list[str]:
+        return [argument] if "=" in argument else [argument, *(value for value in [next(rest, None)] if value is not None)]
+
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name in ("-c", "--config"):
-            files += [argument] if equals else [argument, *(value for value in [next(rest, None)] if value is not None)]
-        elif name == "--print_config":
+            files += whole(argument)
+        elif name in GROUPS:
+            groups += whole(argument)
+        elif name == PRINT:
             printing.append(argument)
         elif name.removeprefix("--") in SHORT and name.startswith("--"):
             flags.append(f"--trainer.{name[2:]}{equals}{value}")
         else:
             flags.append(argument)
+    given = [*files, *groups, *flags]
     if train and not files:
-        recipe = "digits" if flag_value(flags, "--data.root") in (None, DIGITS) else "imagenet_resnet50"
-        files = ["--config", str(CONFIGS / f"{recipe}.yaml")]
-        if recipe == "digits" and flag_value(flags, "--data.root") is None:
-            flags = ["--data.root", DIGITS, *flags]
-    return [*files, *(_follow_hardware(read_yaml(files), flags) if train else flags), *printing]
+        root = given_value(given, "data", "root")
+        recipe = "digits" if root in (None, DIGITS) else "imagenet_resnet50"
+        given = ["--config", str(CONFIGS / f"{recipe}.yaml"), *(["--data.root", DIGITS] if root is None else []), *given]
+    return [*given, *printing]
 
 
-def _follow_hardware(given: list[dict[str, Any]], flags: list[str]) -> list[str]:
-    """The flags, with those of precision and layout that neither they nor the files name, for this machine's device."""
-
-    def find(group: str, name: str) -> Any:
-        found = flag_value(flags, f"--{group}.{name}")
-        for content in reversed(given if found is None else []):
-            values = content.get(group)
-            if isinstance(values, dict) and values.get(name) is not None:
-                return values[name]
+def given_value(arguments: list[str], group: str, name: str) -> Any:
+    """What a command line says of a setting: by a flag, else by a file for its group or for all. None where nothing does."""
+    found = flag_value(arguments, f"--{group}.{name}")
+    if found is not None:
         return found
-
-    device = find_device(str(find("trainer", "accelerator") or "auto"))
-    decided = {"trainer.precision": fast_precision(device), "model.channels_last": str(fast_layout(device)).lower()}
-    for name, value in decided.items():
-        if find(*name.split(".")) is None:
-            flags = [*flags, f"--{name}", value]
-    return flags
+    files = [content.get(group) for content in read_yaml(arguments)] + read_yaml(arguments, flags=(f"--{group}",))
+    named = [content[name] for content in files if isinstance(content, dict) and content.get(name) is not None]
+    return named[-1] if named else None
 
 
-def read_yaml(arguments: list[str]) -> list[dict[str, Any]]:
-    """What the --config files hold; names the one that is no YAML, which the parser's message does not."""
+def follow_hardware(arguments: list[str], parse: Callable[[list[str]], Any]) -> list[str]:
+    """A command line with flags for precision and layout, as this machine's device is fast in, where nothing decides them.
+
+    Args:
+        arguments: As `expand` leaves them.
+        parse: What becomes of them: flags and files have their say first, whatever form they have.
+    """
+    silent = [argument for argument in arguments if argument.partition("=")[0] != PRINT]
+    config = parse(silent)
+    device = find_device(str(config.trainer.accelerator))
+    flags = [] if config.trainer.precision is not None else ["--trainer.precision", fast_precision(device)]
+    flags += [] if config.model.channels_last is not None else ["--model.channels_last", str(fast_layout(device)).lower()]
+    return [*silent, *flags, *(argument for argument in arguments if argument.partition("=")[0] == PRINT)]
+
+
+def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> list[dict[str, Any]]:
+    """What the files of these flags hold; names the one that is no YAML, which the parser's message does not."""
     contents = []
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name in ("-c", "--config"):
-            path = Path(value if equals else "".join(arguments[position + 1 : position + 2])).expanduser()
-            if path.is_file():
-                try:
-                    contents.append(yaml.safe_load(path.read_text(encoding="utf-8")))
-                except (yaml.YAMLError, UnicodeDecodeError) as error:
-                    reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
-                    raise UserError(f"--config {path} is no valid YAML: {reason}") from error
+        if name in flags:
+            given = value if equals else "".join(arguments[position + 1 : position + 2])
+            try:
+                if given.startswith("{"):  # the settings themselves, in place of a file
+                    contents.append(yaml.safe_load(given))
+                elif (path := Path(given).expanduser()).is_file():
+                    contents.append(yaml.safe_load(path.read_text()))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+                raise UserError(f"{name} {given} is no valid YAML: {reason}") from error
     return [content for content in contents if isinstance(content, dict)]
 
 

@@ -115,6 +115,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, flag: str = "--ckpt_path") 
     return content
 
 
+def find_best(recorded: str, *, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
+    """The best checkpoint of the run that a training goes on from: beside the checkpoint, as whole folders are moved, or where
+    its path says, which may be relative to another folder; None where it is gone."""
+    places = [] if ckpt_path is None else [Path(ckpt_path).parent / Path(recorded).name]
+    return next((place for place in (*places, Path(recorded)) if place.is_file()), None)
+
+
 def newest_whole(path: Path) -> Path | None:
     """The checkpoint beside another one, or in the runs beside its run, that was written last and is complete."""
     found = [*path.parent.glob("*.ckpt"), *path.parent.parent.parent.glob("*/checkpoints/*.ckpt")]

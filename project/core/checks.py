@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import NothingToDo, UserError
+from project.core.image_list import image_changes, same_folder
 from project.core.index import Splits
 from project.core.model import last_map_size, new_model
 from project.core.optim import check_schedule, decay_groups
@@ -19,6 +20,7 @@ from project.core.plan import BatchPlan, count_epochs, loader_workers
 from project.core.process import most_open_files
 from project.core.transforms import check_growth
 from project.core.weights import match_weights
+from project.core.words import count
 
 _PREFETCHED = 2  # batches per loader process, DataLoader's default
 _OPEN_FILES = 100  # of a rank: libraries, sockets, logs
@@ -40,7 +42,9 @@ def check_devices(config: Any) -> None:
         raise UserError(f"--devices {config.devices}: give a number of processes, such as 2, or auto.")
     on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
     if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
-        raise UserError(f"--devices {config.devices}: this machine has {gpus} GPUs. Give at most {gpus}, or --accelerator cpu.")
+        raise UserError(
+            f"--devices {config.devices}: this machine has {count(gpus, 'GPU')}. Give at most {gpus}, or --accelerator cpu."
+        )
     name: str = str(strategy)
     given: Any = {}
     if isinstance(strategy, dict | Namespace):
@@ -85,7 +89,7 @@ def check_batches(plan: BatchPlan, *, train_size: int) -> None:
         if plan.per_rank_batch > 1:
             remedy = "Give --data.drop_last true, or another --data.global_batch_size."
         raise UserError(
-            f"A batch of 1 image per rank ({plan.samples} images over {plan.world_size} ranks, per-rank batch "
+            f"A batch of 1 image per rank ({count(plan.samples, 'image')} over {count(plan.world_size, 'rank')}, per-rank batch "
             f"{plan.per_rank_batch}) cannot be normalised: at --data.train_size {train_size} the last feature map is 1 x 1, "
             "and BatchNorm needs more than one value.\n" + remedy
         )
@@ -99,7 +103,8 @@ def check_loaders(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> Non
     needed, most = _OPEN_FILES + workers * _OPEN_FILES_OF_A_LOADER, most_open_files()
     if most < needed:
         raise UserError(
-            f"ulimit -n {most:.0f} allows too few open files for {workers} loader processes per rank, which need about {needed}."
+            f"ulimit -n {most:.0f} allows too few open files for {count(workers, 'loader process')} per rank, "
+            f"which need about {needed}."
             "\nRaise it (ulimit -Hn), or give --data.num_workers 0."
         )
     memory = Path("/dev/shm")  # of which containers often have 64 MB
@@ -110,8 +115,8 @@ def check_loaders(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> Non
     free = shutil.disk_usage(memory).free
     if waiting > free:
         raise UserError(
-            f"/dev/shm has {free / 1e6:,.0f} MB free, and {local_ranks} ranks x {workers} loader processes need about "
-            f"{waiting / 1e6:,.0f} MB in it.\nGive a smaller --data.num_workers (0 needs none), or the container more "
+            f"/dev/shm has {free / 1e6:,.0f} MB free, and {count(local_ranks, 'rank')} x {count(workers, 'loader process')} need "
+            f"about {waiting / 1e6:,.0f} MB in it.\nGive a smaller --data.num_workers (0 needs none), or the container more "
             "(docker run --shm-size)."
         )
 
@@ -130,7 +135,7 @@ def check_classes(record: dict[str, Any], splits: Splits, *, flag: str) -> None:
         differing = sorted(set(theirs) ^ set(ours))
         what = f"only in one of them: {', '.join(differing[:5])}" if differing else "their order differs"
         raise UserError(
-            f"{flag} was trained on {len(theirs)} classes, the data in {splits.source} has {len(ours)}; {what}.\n"
+            f"{flag} was trained on {count(len(theirs), 'class')}, the data in {splits.source} has {len(ours)}; {what}.\n"
             "Name the data it was trained on with --data.root, or fine-tune with --model.weights."
         )
 
@@ -163,25 +168,41 @@ def check_resume(
     held = [len(group["params"]) for group in record["optimizer"]["param_groups"]]
     if held != [len(parameters) for _, parameters in groups]:
         raise UserError(
-            f"{flag} holds {len(held)} groups of parameters with a weight decay of their own, this run would have {len(groups)}: "
-            "give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new training from it "
-            "with --model.weights."
+            f"{flag} holds {count(len(held), 'group')} of parameters with a weight decay of their own, this run would have "
+            f"{len(groups)}: give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new "
+            "training from it with --model.weights."
+        )
+    changes = image_changes(record, splits)
+    inside = not record["complete"] and 0 < record["batches"] < record["batches_per_epoch"]
+    if inside and "train" in changes:
+        raise UserError(
+            f"{flag} was written inside epoch {record['epoch'] + 1}, after {record['batches']} of "
+            f"{count(record['batches_per_epoch'], 'batch')}, and the images are others now:\n{changes['train']}. Their order is "
+            "another one, so the rest of this epoch would repeat some and leave out others.\nPut the images back, "
+            "go on from a checkpoint of an epoch's end, or start a new training from it with --model.weights."
         )
     then = (record["steps_per_epoch"], record["batches_per_epoch"], record["accumulate"])
     now = (plan.steps_per_epoch, plan.batches, plan.accumulate)
     if then != now:
+        same, why = "the same --data.global_batch_size and accumulation", ""
+        if "train" in changes:
+            same, why = f"{same} and the same images", f":\n{changes['train']}"
         raise UserError(
-            f"{flag} was trained with {then[0]} steps per epoch, of {then[1]} batches per rank and {then[2]} accumulated,\n"
-            f"this run would have {now[0]}, of {now[1]} and {now[2]}. Go on with the same --data.global_batch_size and "
-            "accumulation,\nor start a new training from it with --model.weights."
+            f"{flag} was trained with {count(then[0], 'step')} per epoch, of {count(then[1], 'batch')} per rank "
+            f"and {then[2]} accumulated,\nthis run would have {now[0]}, of {now[1]} and {now[2]}{why}. Go on with {same},\n"
+            "or start a new training from it with --model.weights."
         )
     validated = record["complete"] or record["batches"] < record["batches_per_epoch"]  # or there was none to come
     if last is not None and record["step"] >= last and validated:
         raise NothingToDo(
-            f"{flag} has already taken {record['step']} of {last} steps: there is nothing left to train. "
+            f"{flag} has already taken {record['step']} of {count(last, 'step')}: there is nothing left to train. "
             "Give a larger --trainer.max_epochs."
         )
-    return _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
+    lines = _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
+    lines += [f"note  the images are others than in the run before: {change}" for change in changes.values()]
+    if inside and "images" not in record:
+        lines.append("note  the checkpoint does not say which images it is of: go on with the same ones, under the same names")
+    return lines
 
 
 def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: dict[str, Any]) -> list[str]:
@@ -192,12 +213,14 @@ def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: 
         f"--{part}.{name} {then[part].get(name)} -> {value}"
         for part in ("model", "data")
         for name, value in settings[part].items()
-        if then[part].get(name) != value and name not in ("num_workers", "weights")
+        if then[part].get(name) != value
+        and name not in ("num_workers", "weights")
+        and not (name == "root" and same_folder(then[part]["root"], value))
     ]
     if then["seed_everything"] != settings["seed_everything"]:
         changes.append(f"--seed_everything {then['seed_everything']} -> {settings['seed_everything']}")
     lines += [f"note  changed since then, and this run's value counts: {change}" for change in changes]
     if record["world_size"] != plan.world_size:
-        ranks = f"{record['world_size']} -> {plan.world_size} ranks"
+        ranks = f"{record['world_size']} -> {count(plan.world_size, 'rank')}"
         lines.append(f"note  {ranks}: each step takes the same images, BatchNorm sees {plan.per_rank_batch} at a time")
     return lines

@@ -61,7 +61,8 @@ class ModelConfig:
         ema_decay: Keep a moving average of weights and buffers, which this share of the old one enters at each update, and
             evaluate it beside the model; null for none.
         ema_every: Optimizer steps from one update of the average to the next. Until warm-up ends an update copies.
-        channels_last: Store images and activations as [n, h, w, c], which most convolutions are faster in.
+        channels_last: Store images and activations as [n, h, w, c], which most convolutions are faster in; null for what
+            the hardware is fast in.
         compile: Compile the network with torch.compile; checkpoints are the same as without.
     """
 
@@ -86,7 +87,7 @@ class ModelConfig:
     step_gamma: float = 0.1
     ema_decay: float | None = None
     ema_every: int = 1
-    channels_last: bool = False
+    channels_last: bool | None = None
     compile: bool = False
 
     def __post_init__(self) -> None:

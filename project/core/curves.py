@@ -1,8 +1,8 @@
 """curves.png: loss, learning rate and top-1 over the steps."""
 
-import os
-import tempfile
 from pathlib import Path
+
+from project.core.files import replacing
 
 
 def draw_curves(history: list[dict[str, float]], path: Path) -> None:
@@ -42,7 +42,5 @@ def draw_curves(history: list[dict[str, float]], path: Path) -> None:
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".curves-", suffix=".png", delete=False) as file:
-        figure.savefig(file, format="png", dpi=120)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120)

@@ -17,6 +17,7 @@ from project.core.errors import BadImageError
 from project.core.images import read_pixels
 from project.core.index import ImageIndex
 from project.core.seed import mix, seeded
+from project.core.words import count
 
 IGNORE = -1  # the target of a sample that does not count: padding, or a replaced image in validation
 
@@ -71,7 +72,7 @@ def _read(read: Callable[[str], T], index: ImageIndex, i: int, *, skip_bad: bool
         except BadImageError:
             if not skip_bad:
                 raise
-    raise BadImageError(f"none of the {len(index)} images in {index.folder} can be read")
+    raise BadImageError(f"none of the {count(len(index), 'image')} in {index.folder} can be read")
 
 
 class TrainBatchSampler(BatchSampler):

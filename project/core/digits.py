@@ -5,6 +5,8 @@ https://doi.org/10.24432/C50P49, CC BY 4.0; the test part, in the compressed for
 one line per digit, 64 pixels of 0 to 16 and the class.
 """
 
+import errno
+import getpass
 import gzip
 import os
 import shutil
@@ -35,11 +37,25 @@ def render_digits(cache: Path) -> Path:
             target.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray(pixels).resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
             image.save(target / f"{i:04d}.jpg", quality=95)
-        partial.chmod(0o755)  # mkdtemp makes it private
+        for path in (partial, *partial.rglob("*")):  # mkdtemp makes it private, and a umask may; a cache may be shared
+            path.chmod(0o755 if path.is_dir() else 0o644)
         os.rename(partial, folder)
     except OSError:
         if not folder.is_dir():  # else another process was first
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def temporary_folder() -> Path:
+    """A folder of this user's own in the system's one for temporary files: the same for all processes of the user.
+
+    Raises:
+        OSError: it cannot be made, or somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, "getuid") and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
+        raise PermissionError(errno.EPERM, "made by another user", str(folder))
     return folder

@@ -1,13 +1,16 @@
 """Which images a folder holds, found once and remembered; files that no one meant to be images never become samples."""
 
 import csv
+import errno
 import hashlib
 import json
 import os
-import tempfile
+import struct
 import time
+import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +18,34 @@ import platformdirs
 
 from project.core.config import DIGITS, DataConfig
 from project.core.decode import EXTENSIONS
-from project.core.digits import render_digits
+from project.core.digits import render_digits, temporary_folder
 from project.core.errors import UserError
+from project.core.files import replacing
 from project.core.preparing.record import RECORD, read_record
+from project.core.words import count
 
-_VERSION = 1
+_VERSION = 2
 _RACY_NS = 2_000_000_000  # a folder changed this shortly before the scan may change again within one tick of its clock
+
+# What zipfile, NumPy and json make of a file that is cut off, overwritten, or of another program.
+_NO_INDEX = (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, MemoryError, struct.error, zipfile.BadZipFile)
+
+# What systems and network drives leave in folders: none of it is a class, whatever lies in it.
+_JUNK_FOLDERS = {"__macosx", "@eadir", "#recycle", "@recycle", "$recycle.bin", "lost+found", "system volume information"}
+_JUNK_FILES = {"thumbs.db", "desktop.ini"}
 
 
 def cache_folder() -> Path:
-    """`$LOCKSTEP_CACHE`, else the user's cache folder of this system."""
-    return Path(os.environ.get("LOCKSTEP_CACHE") or platformdirs.user_cache_path("lockstep"))
+    """`$LOCKSTEP_CACHE`, else the user's cache folder of this system; it may not exist, and cannot be made everywhere."""
+    return Path(os.path.expanduser(os.environ.get("LOCKSTEP_CACHE") or platformdirs.user_cache_path("lockstep")))
+
+
+def _make_cache_folder() -> Path:
+    folder = cache_folder()
+    if folder.parts[:1] == ("~",):  # no HOME, and nobody of this user's number is known
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class ImageIndex:
         ends: int64 [n], where each path ends in `names`.
         targets: int64 [n].
         ignored: Number of files that are not images, with one of them.
+        note: Why it could not be remembered; empty if it is.
     """
 
     folder: str
@@ -47,6 +68,7 @@ class ImageIndex:
     ends: np.ndarray
     targets: np.ndarray
     ignored: tuple[int, str] = (0, "")
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -59,9 +81,18 @@ class ImageIndex:
     def path(self, i: int) -> str:
         return os.path.join(self.folder, self.name(i))
 
+    @cached_property
+    def digest(self) -> str:
+        """Of the paths in their order and their classes, wherever the folder lies."""
+        digest = hashlib.sha256(json.dumps(self.classes).encode())
+        for array in (self.names, self.ends.astype("<i8"), self.targets.astype("<i8")):
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:32]
+
     def select(self, keep: np.ndarray) -> "ImageIndex":
         """The images whose positions are in `keep`, with the same classes."""
-        return make_index(self.folder, self.classes, [(self.name(i), int(self.targets[i])) for i in keep], self.ignored)
+        chosen = make_index(self.folder, self.classes, [(self.name(i), int(self.targets[i])) for i in keep], self.ignored)
+        return replace(chosen, note=self.note)
 
 
 def make_index(folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")) -> ImageIndex:
@@ -84,10 +115,12 @@ class _Scan:
     folder: str
     stamps: dict[str, int] = field(default_factory=dict)  # each folder that was read -> its modification time, ns
     ignored: int = 0
+    junk: int = 0  # of the ignored ones, those that no person has put there
     example: str = ""
 
     def ignore(self, name: str) -> None:
         self.ignored += 1
+        self.junk += is_junk(name.rpartition("/")[2])
         self.example = self.example or name
 
     def entries(self, name: str) -> Iterator[os.DirEntry]:
@@ -104,11 +137,10 @@ class _Scan:
             return
         for entry in self.entries(name):
             child = f"{name}/{entry.name}" if name else entry.name
-            if entry.is_dir():
-                if entry.name.startswith("."):
-                    self.ignore(child)
-                else:
-                    yield from self.images(child, above | {real})
+            if is_junk(entry.name):
+                self.ignore(child)
+            elif entry.is_dir():
+                yield from self.images(child, above | {real})
             elif not is_image(entry.name) or not entry.is_file():  # is_file: a dangling link is not
                 self.ignore(child)
             else:
@@ -124,6 +156,17 @@ def is_image(name: str) -> bool:
     return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
 
 
+def is_junk(name: str) -> bool:
+    """Whether a file or folder was left by a system or a program: hidden, or of a name that is known for it."""
+    return name.startswith(".") or name.lower() in _JUNK_FOLDERS | _JUNK_FILES
+
+
+def is_flat(folder: Path) -> bool:
+    """Whether images lie in the folder itself: no class folder is in it."""
+    with os.scandir(folder) as found:
+        return not any(entry.is_dir() and not is_junk(entry.name) for entry in found)
+
+
 def _scan_classes(folder: str) -> tuple[ImageIndex, dict[str, int]]:
     """The class folders of `folder`, in sorted order, as torchvision's ImageFolder numbers them."""
     scan = _Scan(folder)
@@ -133,11 +176,15 @@ def _scan_classes(folder: str) -> tuple[ImageIndex, dict[str, int]]:
     for entry in scan.entries(""):
         if entry.name == RECORD:
             continue
-        if not entry.is_dir() or entry.name.startswith("."):
+        if is_junk(entry.name) or not entry.is_dir():
             loose += is_image(entry.name)
             scan.ignore(entry.name)
             continue
+        before = scan.ignored, scan.junk
         found = list(scan.images(entry.name))
+        ignored, junk = scan.ignored - before[0], scan.junk - before[1]
+        if not found and ignored and ignored == junk:  # what a system has left of a folder, such as files named ._x.jpg
+            continue
         if not found:
             raise UserError(
                 f"The class folder {os.path.join(folder, entry.name)} holds no image.\n"
@@ -147,7 +194,7 @@ def _scan_classes(folder: str) -> tuple[ImageIndex, dict[str, int]]:
         classes.append(entry.name)
     if not classes and loose:
         raise UserError(
-            f"{folder} holds {loose:,} images but no class folders, so nothing says what they show.\n"
+            f"{folder} holds {count(loose, 'image')} but no class folders, so nothing says what is on them.\n"
             "Move each image into a folder named after its class: val/<class>/<image>. For ImageNet's validation set\n"
             "Kaggle's LOC_val_solution.csv names the classes; put it beside ILSVRC/ and it is used as it is."
         )
@@ -162,7 +209,7 @@ def _fresh(folder: str, stamps: dict[str, int], scanned_ns: int) -> bool:
             os.stat(os.path.join(folder, name)).st_mtime_ns == stamp and stamp < scanned_ns - _RACY_NS
             for name, stamp in stamps.items()
         )
-    except FileNotFoundError:
+    except OSError:  # it is gone, or closed to this user: the scan will say so
         return False
 
 
@@ -176,16 +223,13 @@ def load_index(folder: Path) -> ImageIndex:
     """The index of a folder of class folders: from the cache while no folder has changed, else scanned and cached.
 
     Files and folders that were added, removed or renamed change a folder's modification time and are noticed; an image
-    overwritten in place is not.
+    overwritten in place is not. A cache that cannot be read is scanned anew; one that cannot be written is named in `note`.
     """
     real = os.path.realpath(folder)
     cached = cached_index(folder)
-    if cached.is_file():
-        with np.load(cached) as file:
-            meta = json.loads(file["meta"].tobytes())
-            if meta["version"] == _VERSION and _fresh(real, meta["stamps"], meta["scanned_ns"]):
-                arrays = {name: file[name] for name in ("names", "ends", "targets")}
-                return ImageIndex(real, meta["classes"], ignored=tuple(meta["ignored"]), **arrays)
+    remembered = _remembered(cached, real)
+    if remembered is not None:
+        return remembered
     started = time.time_ns()
     index, stamps = _scan_classes(real)
     meta = {
@@ -196,11 +240,32 @@ def load_index(folder: Path) -> ImageIndex:
         "ignored": index.ignored,
     }
     encoded = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".tmp", delete=False) as file:
-        np.savez(file, meta=encoded, names=index.names, ends=index.ends, targets=index.targets)
-    os.replace(file.name, cached)
+    try:
+        (_make_cache_folder() / "index").mkdir(exist_ok=True)
+        with replacing(cached) as partial:
+            np.savez(partial, meta=encoded, names=index.names, ends=index.ends, targets=index.targets)
+    except OSError as error:
+        return replace(index, note=_cannot_write(cache_folder(), error))
     return index
+
+
+def _remembered(cached: Path, folder: str) -> ImageIndex | None:
+    """The index that was kept in a file, if it is whole and the folder has not changed since."""
+    try:
+        with cached.open("rb") as opened, np.load(opened) as file:
+            meta = json.loads(file["meta"].tobytes())
+            if meta["version"] != _VERSION or not _fresh(folder, meta["stamps"], meta["scanned_ns"]):
+                return None
+            names, ends, targets = (file[name] for name in ("names", "ends", "targets"))
+            kinds = (names.dtype, ends.dtype, targets.dtype) == (np.uint8, np.int64, np.int64)
+            whole = kinds and len(ends) == len(targets) > 0 and ends[-1] == len(names)
+            return ImageIndex(folder, meta["classes"], names, ends, targets, tuple(meta["ignored"])) if whole else None
+    except _NO_INDEX:
+        return None
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be written ({error.strerror}), so each run lists the images anew: name a folder with LOCKSTEP_CACHE"
 
 
 # Training and validation
@@ -264,7 +329,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
             "--data.root is missing: name a folder with train/<class>/ and val/<class>/, or `digits` for the embedded data."
         )
     if config.root == DIGITS:
-        root = render_digits(cache_folder())
+        root = _digits()
         return Splits(load_index(root / "train"), load_index(root / "val"), f"the embedded digits (UCI, CC BY 4.0), {root}")
     root = Path(config.root).expanduser()
     if not root.is_dir():
@@ -284,7 +349,7 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
         raise UserError(f"--data.root {root} has train/ but no val/: add val/<class>/ with the validation images.")
     train = load_index(images / "train")
     solution = root / "LOC_val_solution.csv"
-    if solution.is_file() and not any(entry.is_dir() for entry in os.scandir(images / "val")):
+    if solution.is_file() and is_flat(images / "val"):
         val = _kaggle_val(images / "val", solution, train.classes)
     else:
         val = load_index(images / "val")
@@ -292,12 +357,32 @@ def load_splits(config: DataConfig, *, evaluate: bool = False) -> Splits:
     return Splits(train, val, str(root))
 
 
+def _digits() -> Path:
+    """The embedded images in the cache folder, else in a temporary one that all ranks on this machine share.
+
+    Raises:
+        UserError: neither can be written.
+    """
+    try:
+        return render_digits(_make_cache_folder())
+    except OSError as error:
+        first = error
+    try:
+        return render_digits(temporary_folder())
+    except OSError as error:
+        raise UserError(
+            f"The embedded digits need a folder to be written to. {cache_folder()} cannot be: {first.strerror}.\n"
+            f"Nor can one for temporary files: {error.strerror}. Name a folder with LOCKSTEP_CACHE."
+        ) from error
+
+
 def _split_class_folders(index: ImageIndex, fraction: float) -> Splits:
     held_out = _held_out(index, fraction)
     if not held_out.any():
         raise UserError(
-            f"Of the {len(index)} images in {index.folder}, --data.val_fraction {fraction} holds out none for validation.\n"
+            f"Of {count(len(index), 'image')} in {index.folder}, --data.val_fraction {fraction} holds out none for validation.\n"
             "Give a larger share, or make train/<class>/ and val/<class>/."
         )
-    source = f"{index.folder} ({fraction:.0%} held out for validation: --data.val_fraction)"
+    share = f"{100 * fraction:g} % held out for validation" if fraction < 1 else "all images are for validation"
+    source = f"{index.folder} ({share}: --data.val_fraction)"
     return Splits(index.select(np.flatnonzero(~held_out)), index.select(np.flatnonzero(held_out)), source)

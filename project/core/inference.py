@@ -79,7 +79,7 @@ def _labels(classes: list[str]) -> list[str]:
 
 
 def find_images(places: Iterable[str]) -> list[str]:
-    """Image files, and those below folders, in order.
+    """Image files, and those below folders, in the order given; what is given twice is found twice.
 
     Raises:
         UserError: a place does not exist or holds no image.
@@ -96,16 +96,20 @@ def find_images(places: Iterable[str]) -> list[str]:
 
 @torch.inference_mode()
 def predict(trained: Trained, paths: list[str], *, batch_size: int) -> Iterator[tuple[str, Tensor | BadImageError]]:
-    """For each path float32 [classes], the probabilities; or why the image cannot be read."""
+    """For each path, in the order given, float32 [classes], the probabilities; or why the image cannot be read."""
     transform = val_transform(val_resize=trained.val_resize, val_size=trained.val_size)
     normalize = Normalize()
+
+    def read(path: str) -> Tensor | BadImageError:
+        try:
+            return transform(read_image(path))
+        except BadImageError as error:
+            return error
+
     for start in range(0, len(paths), batch_size):
-        batch: dict[str, Tensor] = {}
-        for path in paths[start : start + batch_size]:
-            try:
-                batch[path] = transform(read_image(path))
-            except BadImageError as error:
-                yield path, error
-        if batch:
-            logits = trained.network(normalize(torch.stack(list(batch.values()))))
-            yield from zip(batch, logits.softmax(dim=1), strict=True)
+        batch = paths[start : start + batch_size]
+        found = [read(path) for path in batch]
+        images = [image for image in found if isinstance(image, Tensor)]
+        probabilities = iter(trained.network(normalize(torch.stack(images))).softmax(dim=1) if images else ())
+        for path, each in zip(batch, found, strict=True):
+            yield path, each if isinstance(each, BadImageError) else next(probabilities)

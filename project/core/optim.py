@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from project.core.config import ModelConfig
 from project.core.errors import UserError
+from project.core.words import count
 
 
 def may_fuse(*, precision: str, clips: bool) -> bool:
@@ -95,8 +96,8 @@ def check_schedule(config: ModelConfig, *, steps_per_epoch: int, total_steps: in
     warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch)
     if total_steps is not None and warmup > total_steps:
         raise UserError(
-            f"--model.warmup_epochs {config.warmup_epochs:g} is {warmup} steps, and the training has {total_steps}: it would "
-            "never reach its peak rate.\nGive a shorter warm-up, or more --trainer.max_epochs."
+            f"--model.warmup_epochs {config.warmup_epochs:g} is {count(warmup, 'step')}, and the training has {total_steps}: it "
+            "would never reach its peak rate.\nGive a shorter warm-up, or more --trainer.max_epochs."
         )
 
 

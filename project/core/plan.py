@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 
 from project.core.errors import UserError
+from project.core.words import count
 
 
 def available_cores() -> int:
@@ -60,18 +61,20 @@ class BatchPlan:
             below, above = size // parts * parts, -(-size // parts) * parts
             nearest = f"{below} or {above}" if below else f"{above}"
             raise UserError(
-                f"--data.global_batch_size {size} does not divide into {self.world_size} ranks x "
+                f"--data.global_batch_size {size} does not divide into {count(self.world_size, 'rank')} x "
                 f"--trainer.accumulate_grad_batches {self.accumulate}: the nearest that does is {nearest}."
             )
         if self.samples < self.world_size:
             raise UserError(
-                f"{self.samples} training images are fewer than {self.world_size} ranks: give --devices {self.samples} or fewer."
+                f"{count(self.samples, 'training image')} for {self.world_size} ranks are too few: "
+                f"give --devices {self.samples} or fewer."
             )
         if self.batches == 0:
             raise UserError(
-                f"No training batch: {self.samples} images over {self.world_size} ranks are {self.samples_per_rank} each, "
-                f"less than the per-rank batch of {self.per_rank_batch} (--data.global_batch_size {size}), and\n"
-                "--data.drop_last true leaves incomplete batches out. Give a smaller global batch, or --data.drop_last false."
+                f"No training batch: {count(self.samples, 'image')} over {count(self.world_size, 'rank')} are "
+                f"{self.samples_per_rank} each, less than the per-rank batch of {self.per_rank_batch} "
+                f"(--data.global_batch_size {size}), and\n--data.drop_last true leaves incomplete batches out. "
+                "Give a smaller global batch, or --data.drop_last false."
             )
 
     @property
@@ -109,8 +112,7 @@ class BatchPlan:
 
     def line(self) -> str:
         accumulated = f" x {self.accumulate} accumulated" if self.accumulate > 1 else ""
-        ranks = "rank" if self.world_size == 1 else "ranks"
         return (
-            f"{self.global_batch_size} images per step = {self.world_size} {ranks} x {self.per_rank_batch}{accumulated}, "
-            f"{self.steps_per_epoch} steps per epoch"
+            f"{count(self.global_batch_size, 'image')} per step = {count(self.world_size, 'rank')} x {self.per_rank_batch}"
+            f"{accumulated}, {count(self.steps_per_epoch, 'step')} per epoch"
         )

@@ -9,6 +9,7 @@ from project.core.config import DataConfig, ModelConfig
 from project.core.model import new_model
 from project.core.optim import decay_groups
 from project.core.transforms import train_size
+from project.core.words import count
 
 
 def recipe_lines(model: ModelConfig, data: DataConfig, *, num_classes: int, epochs: float | None) -> list[str]:
@@ -54,15 +55,15 @@ def _schedule(model: ModelConfig) -> list[str]:
     return [*parts, f"changed every {model.interval}"]
 
 
-def _epochs(count: float) -> str:
-    return f"{count:g} epoch{'s' * (count != 1)}"
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch{'s' * (number != 1)}"
 
 
 def _decay(model: ModelConfig, *, num_classes: int) -> list[str]:
     with torch.device("meta"):
         groups = decay_groups(new_model(model.arch, num_classes=num_classes), model)
     return [
-        f"{decay:g} on {sum(parameter.numel() for parameter in parameters):,} parameters ({kinds})"
+        f"{decay:g} on {count(sum(parameter.numel() for parameter in parameters), 'parameter')} ({kinds})"
         for kinds, (decay, parameters) in groups.items()
     ]
 
@@ -86,7 +87,7 @@ def _extras(model: ModelConfig, data: DataConfig) -> list[str]:
     parts = [f"label smoothing {model.label_smoothing:g}"] if model.label_smoothing else []
     parts += ["last gamma of each block starts at 0"] if model.zero_init_residual else []
     if model.ema_decay is not None:
-        every = "step" if model.ema_every == 1 else f"{model.ema_every} steps"
+        every = "step" if model.ema_every == 1 else count(model.ema_every, "step")
         parts.append(f"EMA {model.ema_decay:g} every {every}")
     parts += ["channels_last"] if model.channels_last else []
     parts += ["torch.compile"] if model.compile else []

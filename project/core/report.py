@@ -8,27 +8,38 @@ from project.core.config import DIGITS, DataConfig, ModelConfig
 from project.core.index import Splits
 from project.core.plan import BatchPlan
 from project.core.preparing.record import read_record, record_line
+from project.core.words import count
 
 
 def data_lines(config: DataConfig, splits: Splits) -> list[str]:
     """Which images are used, and what was left out of the folders."""
     train = f"{len(splits.train):,} training and " if len(splits.train) else ""
+    classes = count(len(splits.classes), "class")
     lines = [
         f"data  {splits.source}",
-        f"      {train}{len(splits.val):,} validation images, {len(splits.classes):,} classes",
+        f"      {train}{count(len(splits.val), 'validation image')}, {classes}",
     ]
     record = None if config.root in (None, DIGITS) else read_record(Path(config.root).expanduser())
     if record is not None:
         lines.append(f"      {record_line(record)}")
     if config.root == DIGITS:
         lines.append("      yours: --data.root FOLDER with train/<class>/ and val/<class>/")
+        if Path(DIGITS).is_dir():
+            lines.append(f"note  there is a folder {DIGITS} here, too: --data.root ./{DIGITS} names it")
     ignored = splits.train.ignored[0] + splits.val.ignored[0]
     if ignored:
         example = splits.train.ignored[1] or splits.val.ignored[1]
-        lines.append(f"note  {ignored:,} files or folders are no images and were left out, such as {example}")
+        lines.append(f"note  {no_images(ignored, example)}")
+    lines += [f"note  {note}" for note in dict.fromkeys(each.note for each in (splits.train, splits.val)) if note]
     if splits.classes != sorted(splits.classes, key=lambda name: (len(name), name)) and all(map(str.isdigit, splits.classes)):
         lines.append("note  class folders are numbered in the order of their names as text: 0, 1, 10, 2 ...")
     return lines
+
+
+def no_images(number: int, example: str) -> str:
+    """How many files and folders are left out, with one of them."""
+    verbs = "is no image and is" if number == 1 else "are no images and are"
+    return f"{count(number, 'file or folder', 'files or folders')} {verbs} left out, such as {example}"
 
 
 def run_lines(
@@ -45,9 +56,9 @@ def run_lines(
         device: Type of the devices, as torch names it.
         tuned: What `core.device.tune` has switched on.
     """
-    epochs = f"{max_epochs} epoch{'s' * (max_epochs > 1)}" if max_epochs and max_epochs > 0 else "no last epoch"
+    epochs = count(max_epochs, "epoch") if max_epochs and max_epochs > 0 else "no last epoch"
     if max_steps != -1:
-        epochs = f"at most {max_steps} steps"
+        epochs = f"at most {count(max_steps, 'step')}"
     where = f"{plan.world_size} x {device}" if plan.world_size > 1 else device
     if plan.world_size > 1:
         where += f" over {'nccl' if device == 'cuda' else 'gloo'}"
@@ -89,9 +100,9 @@ def epoch_line(loss: float | None, metrics: Mapping[str, Any], *, seconds: float
     return f"loss {loss:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
 
 
-def replaced_line(count: int, example: str | None) -> str:
+def replaced_line(number: int, example: str | None) -> str:
     """How often an unreadable image was replaced on all ranks, with one that this rank met."""
-    times = "once" if count == 1 else f"{count:,} times"
+    times = "once" if number == 1 else f"{number:,} times"
     return f"note  unreadable training images were replaced {times}" + (f", such as {example}" if example else "")
 
 
@@ -110,7 +121,7 @@ def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[
         scored = [row for row in tops if name in row]
         if scored:
             best = max(scored, key=lambda row: row[name])
-            counted = f"{int(best['val/images']):,} images"
+            counted = count(int(best["val/images"]), "image")
             lines.append(f"{words} {percent(best[name])} on {counted}, after epoch {int(best['epoch']) + 1}")
     if folder is not None:
         lines.append(f"files in {folder}:\n{_files(folder)}")

@@ -10,6 +10,7 @@ from project.core.checkpoint import RECORD, extract_state_dict, read_file
 from project.core.config import Arch
 from project.core.errors import UserError
 from project.core.model import new_model
+from project.core.words import count
 
 
 def average_of(content: dict[str, Any], *, path: str) -> dict[str, Any]:
@@ -61,10 +62,10 @@ def match_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False
     mine, theirs = model.fc.out_features, len(tensors["fc.weight"])
     done = f"weights: all of {path}"
     if mine != theirs and not new_head:
-        raise UserError(f"{flag} {path} has {theirs} classes, the data has {mine}: name weights for these classes.")
+        raise UserError(f"{flag} {path} has {count(theirs, 'class')}, the data has {mine}: name weights for these classes.")
     if mine != theirs and tensors["fc.weight"].shape[1] == model.fc.in_features:
         del tensors["fc.weight"], tensors["fc.bias"]
-        done = f"weights: {path}; its head for {theirs} classes is replaced by a new one for {mine}"
+        done = f"weights: {path}; its head for {count(theirs, 'class')} is replaced by a new one for {mine}"
     optional = {name for name in model.state_dict() if name.endswith("num_batches_tracked")}  # absent from old files
     if mine != theirs:
         optional |= {"fc.weight", "fc.bias"}
@@ -75,7 +76,7 @@ def match_weights(model: ResNet, path: str, *, flag: str, new_head: bool = False
     if missing or surplus or shapes:
         first = (missing or surplus or shapes)[0]
         raise UserError(
-            f"{flag} {path} fits another network: {len(missing)} tensors are missing, {len(surplus)} too many, "
+            f"{flag} {path} fits another network: {count(len(missing), 'tensor')} too few, {len(surplus)} too many, "
             f"{len(shapes)} of another shape (first: {first}).\n"
             f"It holds a {find_arch(tensors) or 'network that torchvision does not have'}: choose it with --model.arch."
         )

@@ -1,6 +1,7 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
 import itertools
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from project.core.checkpoint import RECORD, copy_atomic, write_atomic
+from project.core.checkpoint import RECORD, copy_atomic, find_best, write_atomic
+from project.core.image_list import describe_images
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
@@ -62,10 +64,14 @@ class Best(ModelCheckpoint):
     def __init__(self) -> None:
         super().__init__(filename="best", monitor="val/top1", mode="max", enable_version_counter=False)
         self.inherited: Path | None = None
+        self.resumed_from: str | os.PathLike[str] | None = None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.resumed_from = trainer.ckpt_path
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        before = Path(state_dict["best_model_path"])
-        if state_dict["best_model_score"] is None or not before.is_file() or self.dirpath is None:
+        before = find_best(state_dict["best_model_path"], ckpt_path=self.resumed_from)
+        if state_dict["best_model_score"] is None or before is None or self.dirpath is None:
             return
         own = str(Path(self.dirpath) / before.name)
         self.best_model_score = self.kth_value = state_dict["best_model_score"]
@@ -94,6 +100,7 @@ class Record(Callback):
             "data": asdict(data.config),
             "classes": data.splits.classes,
             "samples": len(data.splits.train),
+            "images": describe_images(data.splits),
             "steps_per_epoch": data.plan.steps_per_epoch,
             "batches_per_epoch": data.plan.batches,
             "accumulate": data.plan.accumulate,

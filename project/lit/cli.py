@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.arguments import decide_seed, find_checkpoint, follow_launcher, read_yaml, shorten
+from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
@@ -71,7 +71,9 @@ class TrainCLI(LightningCLI):
         parser.set_defaults(self.defaults)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        read_yaml(args)
+        read_yaml(args, flags=FILES)
+        if self.command == "fit":
+            args = follow_hardware(args, parser.parse_args)
         super().parse_arguments(parser, args)
         self.config.seed_everything = decide_seed(self.config.seed_everything)
         self.record: str | None = self.config.get("record")

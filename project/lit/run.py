@@ -4,11 +4,12 @@ import signal
 from typing import Any
 
 from project.core.agreement import Interrupted
-from project.core.arguments import expand, flag_value
+from project.core.arguments import expand, flag_value, given_value
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.checks import check_classes, check_weights
 from project.core.device import tune
 from project.core.errors import UserError
+from project.core.image_list import share_to_evaluate
 from project.core.index import load_splits
 from project.core.launch import launch
 from project.core.model import check_num_classes
@@ -18,6 +19,7 @@ from project.core.recipe import recipe_lines
 from project.core.recorder import check_record_folder
 from project.core.report import accuracy, data_lines, run_lines
 from project.core.weights import find_arch, read_weights
+from project.core.words import count
 from project.lit.checks import check_fit
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.data import total_steps
@@ -90,9 +92,9 @@ def validate(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(expanded):
         ValidateCLI(expanded)  # prints and exits
     record, defaults = _describe(flag_value(expanded, "--ckpt_path"), flag_value(expanded, "--weights"))
-    given = flag_value(expanded, "--data.root")
-    if given is not None and given != defaults.get("data.root"):
-        defaults["data.val_fraction"] = 1.0  # other class folders than those it was trained on: all of them
+    root = given_value(expanded, "data", "root")
+    if root is not None:
+        defaults["data.val_fraction"] = share_to_evaluate(record, str(root)) if record else 1.0
     cli = ValidateCLI(expanded, defaults)
     flag = "--ckpt_path" if cli.config.ckpt_path else "--weights"
     if not started_by_us():
@@ -107,7 +109,7 @@ def validate(arguments: list[str]) -> int:
         return code
     [metrics] = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
     if cli.trainer.is_global_zero:
-        print(f"{accuracy(metrics)}, loss {metrics['val/loss']:.6f} on {metrics['val/images']:,.0f} images", flush=True)
+        print(f"{accuracy(metrics)}, loss {metrics['val/loss']:.6f} on {count(int(metrics['val/images']), 'image')}", flush=True)
     return 0
 
 

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from project.core.files import replacing
 from project.core.process import keep_errors
 from project.core.run_folder import new_run_folder
 from project.lit.checkpoint import Best, Last
@@ -36,4 +37,5 @@ class RunFolder(SaveConfigCallback):
             for logger in trainer.loggers:
                 logger.log_hyperparams({"model": self.config.model.as_dict(), "data": self.config.data.as_dict()})
         if trainer.is_global_zero:
-            self.parser.save(self.config, self.folder / self.config_filename, multifile=False)
+            with replacing(self.folder / self.config_filename) as partial:
+                self.parser.save(self.config, partial, multifile=False, overwrite=True)

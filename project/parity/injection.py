@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from project.core.files import write_text
 from project.core.record import TENSORS
 from project.parity.checks import compare_runs, first_difference
 from project.parity.comparison import Request, remove_large
@@ -83,7 +84,7 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
     for detection in detect(faults, out_dir, flags, timeout=timeout):
         print(line(detection), flush=True)
         found.append(detection)
-    (out_dir / "detection.json").write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n", encoding="utf-8")
+    write_text(out_dir / "detection.json", json.dumps([asdict(each) for each in found], indent=2) + "\n")
     right = sum(each.right for each in found)
     print(f"{right} of {len(found)} named rightly, controls included", flush=True)
     return 0 if right == len(found) else 1

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from project.core.errors import UserError
+from project.core.files import write_text
 from project.core.plan import available_cores
 from project.parity.comparison import Outcome, Request, compare_trainers
 from project.parity.report import write_report
@@ -252,5 +253,5 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 def write_tables(results: Sequence[Result], out_dir: Path) -> None:
     """After each row, so that an interrupted matrix leaves what it has shown."""
-    (out_dir / "matrix.json").write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n", encoding="utf-8")
-    (out_dir / "matrix.md").write_text(as_markdown(results), encoding="utf-8")
+    write_text(out_dir / "matrix.json", json.dumps([asdict(each) for each in results], indent=2) + "\n")
+    write_text(out_dir / "matrix.md", as_markdown(results))

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from project.core.files import write_text
 from project.core.record import OF_THE_RUN
 from project.parity.comparison import Outcome, Stage
 from project.parity.pairs import OWN_KEYS
@@ -94,7 +95,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_report(outcome: Outcome, folder: Path) -> Path:
     """Both files; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(as_json(outcome), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(folder / "report.json", json.dumps(as_json(outcome), indent=1, allow_nan=False) + "\n")
     page = folder / "report.html"
-    page.write_text(as_html(outcome), encoding="utf-8")
+    write_text(page, as_html(outcome))
     return page

@@ -8,8 +8,9 @@ from torch import optim
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from project.core.checkpoint import RECORD, copy_atomic
+from project.core.checkpoint import RECORD, copy_atomic, find_best
 from project.core.ema import EMA
+from project.core.image_list import describe_images
 from project.core.optim import follow_recipe, recipe_of
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
@@ -65,6 +66,7 @@ def make_checkpoint(state: State, data: ImageFolders, place: Place, *, history: 
         "data": asdict(data.config),
         "classes": data.splits.classes,
         "samples": len(data.splits.train),
+        "images": describe_images(data.splits),
         "steps_per_epoch": data.plan.steps_per_epoch,
         "batches_per_epoch": data.plan.batches,
         "accumulate": data.plan.accumulate,
@@ -101,10 +103,11 @@ def restore(record: dict[str, Any], state: State) -> Place:
     return place
 
 
-def inherit_best(best: dict[str, Any], folder: Path) -> dict[str, Any]:
+def inherit_best(best: dict[str, Any], folder: Path, *, ckpt_path: str) -> dict[str, Any]:
     """A resumed run begins with the best checkpoint of the run that it goes on from, in its own folder."""
-    if not best or not Path(best["path"]).is_file():
+    before = find_best(best["path"], ckpt_path=ckpt_path) if best else None
+    if before is None:
         return {}
     own = folder / "checkpoints" / "best.ckpt"
-    copy_atomic(Path(best["path"]), own)
+    copy_atomic(before, own)
     return {"path": str(own), "top1": best["top1"]}

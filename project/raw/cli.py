@@ -3,18 +3,19 @@
 import inspect
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from torch.nn.parallel import DistributedDataParallel
 
-from project.core.arguments import decide_seed, find_checkpoint, follow_launcher, read_yaml, shorten
+from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.device import find_device
 from project.core.errors import UserError
+from project.core.files import replacing
 from project.core.process import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
 
@@ -99,6 +100,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_registry": (None,),
 }
 
+T = TypeVar("T")
+
 # Not typing.Any: with it jsonargparse imports whatever a class_path names, Lightning included.
 _ANY = Union[bool, int, float, str, dict, list, None]  # noqa: UP007
 
@@ -139,7 +142,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--seed_everything", type=bool | int, default=1, help="Seed of weights, order and augmentation.")
     parser.add_argument("--trainer.strategy", type=_ANY, default="auto", help="auto, or ddp: one process per device.")
     parser.add_argument("--trainer.logger", type=_ANY, default=None, help="false writes no metrics.csv and no events.")
-    parser.add_class_arguments(TrainerConfig, "trainer", as_group=False, skip={"strategy", "logger"})
+    parser.add_class_arguments(TrainerConfig, "trainer", skip={"strategy", "logger"})
     for name, values in NEUTRAL.items():
         parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")
     parser.add_class_arguments(ModelConfig, "model")
@@ -218,9 +221,9 @@ def parse(arguments: list[str]) -> Settings:
     Raises:
         UserError: whatever cannot work, or is not implemented.
     """
-    read_yaml(arguments)
+    read_yaml(arguments, flags=FILES)
     parser = _parser()
-    config = parser.parse_args(arguments)
+    config = parser.parse_args(follow_hardware(arguments, parser.parse_args))
     config.pop("config", None)
     record = config.record
     config.record = None  # of this run only: config.yaml is there to be run again
@@ -240,21 +243,26 @@ def parse(arguments: list[str]) -> Settings:
     trainer.precision = PRECISIONS[trainer.precision]
     if trainer.max_epochs is None:  # Lightning's
         trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
-    honoured = {field.name: vars(trainer)[field.name] for field in fields(TrainerConfig)}
     return Settings(
         parser,
         config,
-        TrainerConfig(**honoured),
-        ModelConfig(**vars(config.model)),
-        DataConfig(**vars(config.data)),
-        CheckpointConfig(**vars(config.checkpoint)),
-        GuardConfig(**vars(config.guard)),
+        _build(TrainerConfig, trainer),
+        _build(ModelConfig, config.model),
+        _build(DataConfig, config.data),
+        _build(CheckpointConfig, config.checkpoint),
+        _build(GuardConfig, config.guard),
         config.seed_everything,
         config.ckpt_path,
         record,
     )
 
 
+def _build(kind: type[T], values: Namespace) -> T:
+    """Of the values that are fields: those of a group that was read from a file also name that file."""
+    return kind(**{field.name: vars(values)[field.name] for field in fields(kind)})  # type: ignore[arg-type]  # a dataclass
+
+
 def save_config(settings: Settings, folder: Path) -> None:
     """config.yaml, which both trainers read."""
-    settings.parser.save(settings.config, folder / "config.yaml", skip_none=False, overwrite=True)
+    with replacing(folder / "config.yaml") as partial:
+        settings.parser.save(settings.config, partial, skip_none=False, overwrite=True, multifile=False)

@@ -244,4 +244,4 @@ class Trainer:
         self.module.model.load_state_dict(extract_state_dict(content, path=ckpt_path, flag="--ckpt_path"))
         self.place, self.metrics.history = restore(content[RECORD], self.state), content[RECORD]["history"]
         if self.ranks.is_first and self.config.enable_checkpointing is not False:
-            self.place.best = inherit_best(self.place.best, self.folder)
+            self.place.best = inherit_best(self.place.best, self.folder, ckpt_path=ckpt_path)

@@ -53,7 +53,10 @@ def members(tar: Path, part: Member | None = None) -> Iterator[Member]:
 
 def class_archives(tar: Path) -> dict[str, Member]:
     """The classes of ILSVRC2012_img_train.tar in sorted order, and where the tar of each lies in it."""
-    found = {Path(member.name).stem: member for member in members(tar) if member.name.endswith(".tar")}
+    archives = [member for member in members(tar) if member.name.endswith(".tar")]
+    found = {
+        Path(member.name).stem: member for member in archives if not Path(member.name).name.startswith(".")
+    }  # ._n01440764.tar
     if not found:
         raise UserError(f"{tar} holds no tar files: ImageNet's holds one for each class, such as n01440764.tar.")
     return dict(sorted(found.items()))

@@ -1,13 +1,14 @@
 """What `project.prepare` leaves beside the images: prepared.json in a complete folder, preparing.json in one that is not."""
 
 import json
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from project.core.errors import UserError
+from project.core.files import write_text
+from project.core.words import count
 
 RECORD = "prepared.json"  # written last
 BEGUN = "preparing.json"  # written first
@@ -74,9 +75,7 @@ def command(record: dict[str, Any], folder: Path) -> str:
 
 def write_json(content: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def record_line(record: dict[str, Any]) -> str:
@@ -84,4 +83,6 @@ def record_line(record: dict[str, Any]) -> str:
     images = sum(part["images"] for part in record["images"].values())
     val = f", validation {record['val_short_side']}" if record["val_short_side"] else ""
     left_out = f", {len(record['left_out']):,} left out" if record["left_out"] else ""
-    return f"prepared: short side {record['short_side']}{val}, JPEG quality {record['quality']}, {images:,} images{left_out}"
+    return (
+        f"prepared: short side {record['short_side']}{val}, JPEG quality {record['quality']}, {count(images, 'image')}{left_out}"
+    )

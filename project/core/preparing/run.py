@@ -255,7 +255,7 @@ class Preparation:
         total = self._total()
         left = f", {duration((total - self.done) * seconds / self.new)} left" if self.new else ""
         about = "" if all(part.count is not None for part in self.parts) else "about "
-        return f"{self.done:,} of {about}{total:,.0f} images, {self._status(seconds)}{left}"
+        return f"{self.done:,} of {about}{total:,.0f} {'image' if total == 1 else 'images'}, {self._status(seconds)}{left}"
 
     def _finish(self, seconds: float) -> None:
         if hasattr(os, "sync"):

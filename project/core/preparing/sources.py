@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from project.core.errors import UserError
-from project.core.index import ImageIndex, is_image, load_index, make_index, same_classes
+from project.core.index import ImageIndex, is_flat, is_image, load_index, make_index, same_classes
 from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, Member, class_archives, members, validation_labels
 from project.core.preparing.record import Settings
 
@@ -81,8 +81,7 @@ def find_source(settings: Settings) -> list[Part]:
     else:
         raise UserError(f"--src {root} has validation images alone: add train/<class>/ or {TRAIN}.")
     if has_val:
-        flat = not any(entry.is_dir() for entry in (images / "val").iterdir())
-        index = _flat_index(root, images / "val") if flat else load_index(images / "val")
+        index = _flat_index(root, images / "val") if is_flat(images / "val") else load_index(images / "val")
         val = _folder_part("val", index, settings.val_short_side)
     elif (root / VAL).is_file():
         val = _val_archive(root / VAL, _labels(root), settings.val_short_side)
@@ -107,9 +106,10 @@ def _flat_index(root: Path, folder: Path) -> ImageIndex:
     labels = _labels(root)
     classes = sorted(set(labels.values()))
     number = {name: i for i, name in enumerate(classes)}
-    found = {entry.stem: entry.name for entry in folder.iterdir()}
+    there = sorted(entry.name for entry in folder.iterdir())
+    found = {Path(name).stem: name for name in there if is_image(name)}
     samples = [(found.get(stem, f"{stem}.JPEG"), number[label]) for stem, label in labels.items()]
-    others = sorted(name for stem, name in found.items() if stem not in labels)
+    others = [name for name in there if Path(name).stem not in labels or not is_image(name)]
     return make_index(str(folder), classes, sorted(samples, key=lambda s: s[::-1]), (len(others), others[0] if others else ""))
 
 
@@ -183,18 +183,18 @@ def _train_archive(tar: Path, short_side: int) -> Part:
 
 def _val_archive(tar: Path, labels: dict[str, str], short_side: int | None) -> Part:
     def items() -> Iterator[Item]:
-        count = 0
+        number = 0
         for member in members(tar):
             name = _base(member)
             if not is_image(name):
                 continue
-            count += 1
+            number += 1
             label = labels.get(Path(name).stem)
             if label is None:
                 raise UserError(f"{tar} holds {member.name}, of which no label is known: is it the archive of ILSVRC 2012?")
             yield _item(tar, member, member.name, f"val/{label}/{name}", short_side)
-        if count != len(labels):
-            raise UserError(f"{tar} holds {count:,} images, not the {len(labels):,} that have labels: download it again.")
+        if number != len(labels):
+            raise UserError(f"{tar} holds {number:,} images, not the {len(labels):,} that have labels: download it again.")
 
     classes = sorted(set(labels.values()))
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from project.core.files import replacing, write_text
 from project.measure.bench.machine import describe_line
 
 
@@ -79,7 +80,7 @@ def lines(results: Results) -> list[str]:
 def save_json(results: Results, path: Path) -> None:
     content = asdict(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def save_chart(results: Results, path: Path) -> None:
@@ -102,4 +103,5 @@ def save_chart(results: Results, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120)

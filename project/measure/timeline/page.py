@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from project.core.files import write_text
 from project.measure.timeline.analysis import Step, analyse
 from project.measure.timeline.read import read_ranks, shift_us
 from project.measure.timeline.spans import Span
@@ -139,12 +140,10 @@ def write_all(folder: Path, *, command: str) -> Summary:
     contents, ranks, zero_ns = read_ranks(folder / "ranks")
     steps = analyse(ranks)
     summary = summarise(ranks, steps)
-    (folder / "trace.json").write_text(
-        json.dumps(merge(contents, steps, zero_ns=zero_ns), separators=(",", ":")), encoding="utf-8"
-    )
+    write_text(folder / "trace.json", json.dumps(merge(contents, steps, zero_ns=zero_ns), separators=(",", ":")))
     plain = {**asdict(summary), "rule": RULE, "command": command, "each_step": [[_plain(s) for s in step] for step in steps]}
-    (folder / "summary.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "timeline.html").write_text(as_html(summary, steps, command=command), encoding="utf-8")
+    write_text(folder / "summary.json", json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    write_text(folder / "timeline.html", as_html(summary, steps, command=command))
     return summary
 
 
