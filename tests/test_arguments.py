@@ -39,7 +39,7 @@ def precision_and_layout(config: Any) -> tuple[str, bool]:
 
 
 def write(path: Path, **content: Any) -> str:
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return str(path)
 
 

@@ -212,7 +212,7 @@ def test_predict(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert finished.code == 1  # because of the bad one
     reason = f"cannot read the image {bad}: cannot identify image file '{bad}'"
     assert finished.err == 2 * f"error: {reason}\n"
-    found = json.loads((tmp_path / "new/p.json").read_text())
+    found = json.loads((tmp_path / "new/p.json").read_text(encoding="utf-8"))
     assert [row["image"] for row in found] == [val.path(0), bad, val.path(0), *more, bad, *reversed(more)]
     assert found[1] == {"image": bad, "error": reason} == found[5]
     for a, b in ((0, 2), (3, 7), (4, 6)):  # the same images, in other batches
@@ -336,11 +336,11 @@ def test_a_file_takes_the_place_of_another_whole_through_a_link_and_beside_other
     (tmp_path / "link.json").symlink_to("place/file.json")
     write_text(tmp_path / "link.json", "one")
     with replacing(tmp_path / "link.json") as first, replacing(tmp_path / "link.json") as second:
-        first.write_text("first")
-        second.write_text("second")
-        assert (tmp_path / "place/file.json").read_text() == "one"
+        first.write_text("first", encoding="utf-8")
+        second.write_text("second", encoding="utf-8")
+        assert (tmp_path / "place/file.json").read_text(encoding="utf-8") == "one"
     assert (tmp_path / "link.json").is_symlink()
-    assert {path.name: path.read_text() for path in (tmp_path / "place").iterdir()} == {"file.json": "first"}
+    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "place").iterdir()} == {"file.json": "first"}
     write_text(Path(os.devnull), "a device stays one")
     assert not Path(os.devnull).is_file()
     with pytest.raises(UserError, match="--json .*place is a folder: name a file in it"):
@@ -353,12 +353,12 @@ def test_the_best_of_a_run_whose_folder_was_moved_is_taken_from_there(tmp_path: 
     """A path that is relative to another folder may even lead to the best of another run."""
     for name in ("moved/checkpoints", "elsewhere/checkpoints", "own"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "best.ckpt").write_text(name)
+        (tmp_path / name / "best.ckpt").write_text(name, encoding="utf-8")
     last = tmp_path / "moved/checkpoints/last.ckpt"
     for recorded in ("gone/best.ckpt", str(tmp_path / "elsewhere/checkpoints/best.ckpt")):
         best = inherit_best({"path": recorded, "top1": 0.5}, tmp_path / "own", ckpt_path=str(last))
         assert best == {"path": str(tmp_path / "own/checkpoints/best.ckpt"), "top1": 0.5}
-        assert Path(best["path"]).read_text() == "moved/checkpoints"
+        assert Path(best["path"]).read_text(encoding="utf-8") == "moved/checkpoints"
     assert find_best(str(tmp_path / "elsewhere/checkpoints/best.ckpt"), ckpt_path=tmp_path / "own/x/last.ckpt") is not None
     assert inherit_best({"path": "gone/best.ckpt", "top1": 0.5}, tmp_path, ckpt_path="gone/last.ckpt") == {}
 

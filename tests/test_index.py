@@ -74,7 +74,7 @@ def test_what_systems_and_network_drives_leave_is_no_class_and_no_image(make_dat
     index = load_index(train)
     assert (index.classes, len(index)) == (["ant", "bee", "cat"], 6)
     assert index.ignored[0] == 2 * 5 + 2 + 2
-    (train / "rest" / "notes.txt").write_text("of a person's")
+    (train / "rest" / "notes.txt").write_text("of a person's", encoding="utf-8")
     assert "train/rest holds no image" in refusal(root)
     for file in (train / "rest").iterdir():
         file.unlink()
@@ -156,7 +156,7 @@ def umask() -> int:
 def test_without_a_place_for_the_cache_there_is_one_note_and_the_digits_are_in_a_temporary_folder(
     make_data: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     root = make_data(train=6, val=3)

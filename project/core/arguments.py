@@ -98,7 +98,7 @@ def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> li
                 if given.startswith("{"):  # the settings themselves, in place of a file
                     contents.append(yaml.safe_load(given))
                 elif (path := Path(given).expanduser()).is_file():
-                    contents.append(yaml.safe_load(path.read_text()))
+                    contents.append(yaml.safe_load(path.read_text(encoding="utf-8")))
             except (yaml.YAMLError, UnicodeDecodeError) as error:
                 reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
                 raise UserError(f"{name} {given} is no valid YAML: {reason}") from error

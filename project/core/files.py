@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """The whole text, or the file as it was."""
     with replacing(path) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 def prepare_place(path: Path, *, flag: str) -> None:
