@@ -45,7 +45,6 @@ class TrainerConfig:
         gradient_clip_algorithm: norm or value.
         deterministic: true uses deterministic algorithms only; warn allows others with a warning.
         benchmark: Let cuDNN try its algorithms.
-        inference_mode: false validates under no_grad, as gloo always does.
         sync_batchnorm: BatchNorm over all ranks; GPUs only.
         default_root_dir: Folder in which runs/ is made.
     """
@@ -70,7 +69,6 @@ class TrainerConfig:
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None
     benchmark: bool | None = None
-    inference_mode: bool = True
     sync_batchnorm: bool = False
     default_root_dir: str | None = None
 
@@ -95,6 +93,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True, False),
     "model_registry": (None,),
+    "inference_mode": (True, False),  # of trainer.validate; a training validates under no_grad
 }
 
 # Not typing.Any: with it jsonargparse imports whatever a class_path names, Lightning included.
