@@ -24,12 +24,13 @@ def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, has: dict[st
 
 def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert precision_and_layout() == ["32-true", "false"]
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert precision_and_layout() == ["bf16-mixed", "true"]
+    capabilities = [(9, 0), (8, 0), (7, 0), (6, 1)]  # bfloat16 from 8.0 on, tensor cores from 7.0 on
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert precision_and_layout("--devices", "2") == ["bf16-mixed", "true"]
+    assert precision_and_layout("--devices", "3") == ["32-true", "true"]  # one precision: the slowest decides
+    assert precision_and_layout("--devices", "1,3") == ["32-true", "false"]
+    assert precision_and_layout() == precision_and_layout("--devices", "-1") == ["32-true", "false"]
 
 
 def test_what_a_flag_or_a_file_says_is_left_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -152,7 +153,7 @@ class TrainMetrics(Callback):
                 "train/data_wait": self._waited / elapsed,
             }
             sums = torch.stack([self._loss, torch.full_like(self._loss, self._batches)])
-            self._pending = row, Late(sum_over_ranks(trainer, sums))
+            self._pending = row, Late(sum_over_ranks(sums))
             self._restart()
 
     def _flush(self, trainer: Trainer) -> None:
@@ -167,16 +168,17 @@ class TrainMetrics(Callback):
             _log(trainer, row)
 
 
-def sum_over_ranks(trainer: Trainer, values: Tensor) -> Tensor:
+def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum in the order of the ranks, on every rank.
 
     Not by `trainer.strategy.reduce`: its barrier makes the host wait for the device, and from three ranks on a ring adds in
     another order, in which the last bit may differ.
     """
-    if trainer.world_size == 1:
+    if not dist.is_initialized():
         return values
-    gathered: Tensor = trainer.strategy.all_gather(values)  # type: ignore[assignment]
-    return gathered.sum(dim=0)
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered).sum(dim=0)
 
 
 def _log(trainer: Trainer, row: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ class ClosingLine(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
         replaced = self.metrics.replaced
-        count = int(sum_over_ranks(trainer, torch.tensor(float(len(replaced)), device=pl_module.device)))
+        count = int(sum_over_ranks(torch.tensor(float(len(replaced)), device=pl_module.device)))
         if count:
             first = pl_module.data.splits.train.path(replaced[0]) if replaced else None
             pl_module.print(replaced_line(count, first))

@@ -4,14 +4,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Union
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from project.core.arguments import decide_seed, find_checkpoint, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
-from project.core.device import find_device
+from project.core.device import find_device, find_ranks
 from project.core.errors import UserError
 from project.core.process import drop_stale_variables, started_by_others
 from project.raw.distributed import DDP_KEYWORDS
@@ -27,7 +26,7 @@ class TrainerConfig:
     Args:
         accelerator: auto, cpu, gpu or cuda, mps.
         strategy: auto, or ddp: one process per device; or Lightning's DDPStrategy with DDP's own keywords as init_args.
-        devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any.
+        devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any; 1,3 names GPUs.
         num_nodes: Machines; on each of several this command runs with NODE_RANK, MASTER_ADDR and MASTER_PORT.
         precision: 32-true, bf16-mixed, or 16-mixed on GPUs.
         logger: false writes no metrics.csv and no TensorBoard events.
@@ -51,7 +50,7 @@ class TrainerConfig:
 
     accelerator: str = "auto"
     strategy: str | dict[str, Any] = "auto"
-    devices: int | str = "auto"
+    devices: int | str | list[int] = "auto"
     num_nodes: int = 1
     precision: int | str | None = None
     logger: bool | None = None
@@ -107,6 +106,7 @@ class Settings:
     Attributes:
         parser: Which made `config`, and saves it.
         config: All of it, as it was read.
+        gpus: Of each rank on this machine the number of its GPU.
     """
 
     parser: ArgumentParser
@@ -119,6 +119,7 @@ class Settings:
     seed: int
     ckpt_path: str | None
     record: str | None
+    gpus: list[int]
 
 
 class Parser(ArgumentParser):
@@ -170,8 +171,6 @@ def _refuse_others(trainer: Namespace) -> None:
         refused.append("gradient_clip_algorithm")
     if trainer.accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
         refused.append("accelerator")
-    if trainer.devices != "auto" and not (str(trainer.devices).isdigit() and int(trainer.devices) > 0):
-        refused.append("devices")
     if refused:
         given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
@@ -232,8 +231,8 @@ def parse(arguments: list[str]) -> Settings:
     check_devices(trainer)
     config.ckpt_path = find_checkpoint(config.ckpt_path, root=trainer.default_root_dir)
     trainer.accelerator = find_device(trainer.accelerator)
-    counted = torch.cuda.device_count() if trainer.accelerator == "cuda" else 1
-    trainer.devices = counted if trainer.devices == "auto" else int(trainer.devices)
+    gpus = find_ranks(trainer.devices, device_type=trainer.accelerator)
+    trainer.devices = len(gpus)
     trainer.precision = PRECISIONS[trainer.precision]
     if trainer.max_epochs is None:  # Lightning's
         trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
@@ -249,6 +248,7 @@ def parse(arguments: list[str]) -> Settings:
         config.seed_everything,
         config.ckpt_path,
         record,
+        gpus,
     )
 
 
