@@ -52,12 +52,15 @@ def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, parsed: Pars
 
 def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert precision_and_layout(parsed("--data.root", "x")) == ("32-true", False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert precision_and_layout(parsed("--data.root", "x")) == ("bf16-mixed", True)
+    on = ["--data.root", "x"]
+    capabilities = [(9, 0), (8, 0), (7, 0), (6, 1)]  # bfloat16 from 8.0 on, tensor cores from 7.0 on
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert precision_and_layout(parsed(*on, "--devices", "2")) == ("bf16-mixed", True)
+    assert precision_and_layout(parsed(*on, "--devices", "3")) == ("32-true", True)  # one precision: the slowest decides
+    assert precision_and_layout(parsed(*on, "--devices", "1,3")) == ("32-true", False)
+    for all_of_them in ([], ["--devices", "-1"]):
+        assert precision_and_layout(parsed(*on, *all_of_them)) == ("32-true", False)
 
 
 def test_what_a_flag_or_a_file_of_any_form_says_is_left_alone(

@@ -84,7 +84,7 @@ def test_no_file_is_read_or_written_in_the_encoding_of_the_locale(folder: str) -
 def opens_text(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in ("read_text", "write_text"):
-        return True
+        return isinstance(call.func, ast.Attribute)  # of a path
     owner = getattr(call.func, "value", None)
     if name != "open" or getattr(owner, "id", "") in ("os", "tarfile", "gzip", "Image"):
         return False

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from project.core.config import CONFIGS, DIGITS
-from project.core.device import fast_layout, fast_precision, find_device
+from project.core.device import ALL_GPUS, fast_layout, fast_precision, find_device, find_ranks, listed_gpus
 from project.core.errors import UserError
 from project.core.process import started_by_others, world_of_launcher
 from project.core.run_folder import RUNS, newest_checkpoint
@@ -82,8 +82,9 @@ def follow_hardware(arguments: list[str], parse: Callable[[list[str]], Any]) -> 
     silent = [argument for argument in arguments if argument.partition("=")[0] != PRINT]
     config = parse(silent)
     device = find_device(str(config.trainer.accelerator))
-    flags = [] if config.trainer.precision is not None else ["--trainer.precision", fast_precision(device)]
-    flags += [] if config.model.channels_last is not None else ["--model.channels_last", str(fast_layout(device)).lower()]
+    gpus = find_ranks(config.trainer.devices, device_type=device) if device == "cuda" else None
+    flags = [] if config.trainer.precision is not None else ["--trainer.precision", fast_precision(device, gpus)]
+    flags += [] if config.model.channels_last is not None else ["--model.channels_last", str(fast_layout(device, gpus)).lower()]
     return [*silent, *flags, *(argument for argument in arguments if argument.partition("=")[0] == PRINT)]
 
 
@@ -146,13 +147,15 @@ def follow_launcher(trainer: Any) -> None:
     """
     world_size, local = world_of_launcher()
     name = "WORLD_SIZE of torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_NTASKS, in a step of srun"
-    if trainer.devices == "auto":
+    if str(trainer.devices) in ALL_GPUS:
         trainer.devices = local
     if trainer.num_nodes == 1:
         trainer.num_nodes = world_size // local
     if trainer.strategy == "auto" and world_size > 1:
         trainer.strategy = "ddp"
-    if str(trainer.devices).isdigit() and int(trainer.devices) * trainer.num_nodes != world_size:
+    listed = listed_gpus(trainer.devices)
+    count = str(trainer.devices) if listed is None else str(len(listed))
+    if count.isdigit() and int(count) * trainer.num_nodes != world_size:
         raise UserError(
             f"--devices {trainer.devices} x --num_nodes {trainer.num_nodes} is not the {world_size} processes that "
             f"the launcher has started ({name}): give both the same number, or leave --devices out."

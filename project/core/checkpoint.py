@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,30 @@ RECORD = "lockstep"  # key of what both trainers say of a run in its checkpoints
 def write_atomic(content: Any, path: str | os.PathLike[str]) -> None:
     """torch.save to a file beside `path`, flushed to the disk and renamed: a reader sees the old file or the new one.
 
+    Tensors are stored as the CPU's: a machine without a GPU opens the file, with a plain torch.load, too.
     One process at a time may write to a path: what an earlier one has left half-written is removed.
 
     Raises:
         WriteError: the disk is full, nothing may be written there, and the like; the old file is as it was.
     """
-    _write(Path(path), lambda file: torch.save(content, file))
+    _write(Path(path), lambda file: torch.save(on_cpu(content, {}), file))
+
+
+def on_cpu(content: Any, copies: dict[int, Tensor]) -> Any:
+    """The same content with all tensors on the CPU; what is one tensor in two places stays one, as in `copies`."""
+    if isinstance(content, Tensor):
+        if content.device.type == "cpu":
+            return content
+        if id(content) not in copies:
+            copies[id(content)] = content.detach().cpu()
+        return copies[id(content)]
+    if isinstance(content, dict):
+        found = copy(content)  # a state dict has attributes besides its items
+        found.update({name: on_cpu(value, copies) for name, value in content.items()})
+        return found
+    if type(content) in (list, tuple):
+        return type(content)(on_cpu(value, copies) for value in content)
+    return content
 
 
 def copy_atomic(source: Path, path: str | os.PathLike[str]) -> None:

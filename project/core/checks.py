@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
+from project.core.device import fast_precision, find_device, find_ranks
 from project.core.errors import NothingToDo, UserError
 from project.core.image_list import image_changes, same_folder
 from project.core.index import Splits
@@ -38,13 +39,9 @@ def check_devices(config: Any) -> None:
     gpus = torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
         raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
-    if isinstance(config.devices, str) and config.devices != "auto" and not config.devices.lstrip("-").replace(",", "").isdigit():
-        raise UserError(f"--devices {config.devices}: give a number of processes, such as 2, or auto.")
-    on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
-    if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
-        raise UserError(
-            f"--devices {config.devices}: this machine has {count(gpus, 'GPU')}. Give at most {gpus}, or --accelerator cpu."
-        )
+    device = find_device(str(accelerator))
+    on_cuda = device == "cuda"
+    used = find_ranks(config.devices, device_type=device)
     name: str = str(strategy)
     given: Any = {}
     if isinstance(strategy, dict | Namespace):
@@ -69,8 +66,10 @@ def check_devices(config: Any) -> None:
         )
     if not on_cuda and precision.startswith(("16", "transformer-engine")):
         raise UserError(f"--precision {precision} needs a GPU; here use --precision bf16-mixed or 32-true.")
-    if on_cuda and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"--precision {precision}: this GPU has no bfloat16; use --precision 16-mixed or 32-true.")
+    if on_cuda and precision.startswith("bf16") and fast_precision(device, used) != "bf16-mixed":
+        which = "this GPU has" if len(set(used)) == 1 else "not all of these GPUs have"
+        no = " no" if len(set(used)) == 1 else ""
+        raise UserError(f"--precision {precision}: {which}{no} bfloat16; use --precision 16-mixed or 32-true.")
     if config.sync_batchnorm and not on_cuda:
         raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
 

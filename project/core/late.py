@@ -13,7 +13,7 @@ class Late:
         self.host.copy_(value, non_blocking=True)
         self.event = torch.cuda.Event() if on_cuda else None
         if self.event:
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(value.device))
 
     def read(self) -> list[float]:
         if self.event:

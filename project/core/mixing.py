@@ -14,10 +14,11 @@ class Mixing:
     def __init__(self, config: DataConfig, *, num_classes: int, seed: int) -> None:
         self.seed = seed
         self.choices: list[nn.Module] = []
-        if config.mixup_alpha:
-            self.choices.append(v2.MixUp(alpha=config.mixup_alpha, num_classes=num_classes))
-        if config.cutmix_alpha:
-            self.choices.append(v2.CutMix(alpha=config.cutmix_alpha, num_classes=num_classes))
+        with torch.device("cpu"):  # they hold a distribution; a number drawn on a GPU would make the host wait for it
+            if config.mixup_alpha:
+                self.choices.append(v2.MixUp(alpha=config.mixup_alpha, num_classes=num_classes))
+            if config.cutmix_alpha:
+                self.choices.append(v2.CutMix(alpha=config.cutmix_alpha, num_classes=num_classes))
 
     def __call__(self, images: Tensor, target: Tensor, *, epoch: int, batch: int, rank: int) -> tuple[Tensor, Tensor]:
         """Normalised images and int64 [n] targets, mixed to float32 [n, classes]; both as they are where nothing mixes.

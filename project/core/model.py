@@ -2,6 +2,7 @@
 
 from typing import cast
 
+import torch
 import torchvision
 from torchvision.models import ResNet
 
@@ -11,8 +12,11 @@ from project.core.seed import mix, seeded
 
 
 def build_model(config: ModelConfig, *, num_classes: int, seed: int) -> ResNet:
-    """A ResNet whose first weights depend on the seed alone: not on rank, world size, or what ran before."""
-    with seeded(mix(seed)):
+    """A ResNet whose first weights depend on the seed alone: not on rank, world size, device, or what ran before.
+
+    On the CPU, also where tensors are made on a GPU by default, as in Lightning's `configure_model`: its generator is another.
+    """
+    with torch.device("cpu"), seeded(mix(seed)):
         return new_model(config.arch, num_classes=num_classes, zero_init_residual=config.zero_init_residual)
 
 

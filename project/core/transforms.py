@@ -130,8 +130,8 @@ class Normalize(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # not persistent: a checkpoint holds what was learned
-        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1) * 255, persistent=False)
-        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1) * 255, persistent=False)
+        for name, values in (("mean", MEAN), ("std", STD)):
+            self.register_buffer(name, torch.tensor(values, device="cpu").view(1, 3, 1, 1) * 255, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return (images.to(self.mean.dtype) - self.mean) / self.std

@@ -24,7 +24,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_atomic(checkpoint, path)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Onto the CPU, as Lightning's own reader does: tensors of a GPU would come back to that GPU, on every rank."""
         content = super().load_checkpoint(path, map_location, weights_only)
         if "loops" not in content:
             return as_lightning(content, best_key=Best().state_key)
@@ -110,6 +111,7 @@ class Record(Callback):
             "step": trainer.global_step,
             "batches": data.state_dict()["batches"],
             "complete": self.pending.epoch_is_complete(trainer),
+            "pending": self.pending.is_due(trainer),
             "best": _best(trainer),
             "history": history,
             "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
@@ -164,9 +166,9 @@ class EqualBuffers(Callback):
 
 
 class PendingValidation(Callback):
-    """A checkpoint written at an epoch's last batch, or inside its validation, resumes with that whole validation.
+    """A checkpoint written at a batch that a validation follows, or inside that validation, resumes with the whole of it.
 
-    Lightning's loop state alone would go on with the next epoch, or in the middle of the validation with a wrong count.
+    Lightning's loop state alone would go on without it, or in the middle of it with a wrong count.
     """
 
     def __init__(self) -> None:
@@ -178,15 +180,18 @@ class PendingValidation(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated = True
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """A validation after the newest batch is still to come: by Lightning's own rule, which it applies after that batch."""
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher) and not self.validated
+
     def epoch_is_complete(self, trainer: Trainer) -> bool:
         """Nothing of the running epoch is left to do: all batches trained, its validation done or not due."""
-        every = trainer.check_val_every_n_epoch
-        due = trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
-        return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and (self.validated or not due)
+        return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self.is_due(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if not last_batch or self.epoch_is_complete(trainer):
+        if not self.is_due(trainer):
             return
         state = checkpoint["loops"]["fit_loop"]
         batches = state["epoch_loop.batch_progress"]

@@ -11,9 +11,12 @@ from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_h
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
+from project.core.device import find_device, one_gpu_per_task
 from project.core.errors import UserError
 from project.core.process import drop_stale_variables, started_by_others
+from project.lit.accelerator import OwnGPU
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
+from project.lit.checks import CheckAlike
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.ema import MovingAverage
@@ -105,6 +108,8 @@ class TrainCLI(LightningCLI):
             config.callbacks.append(Interruption(self.config_init.checkpoint, last))
         if config.profiler is None:
             config.profiler = NoProfiler()
+        if find_device(str(config.accelerator)) == "cuda" and one_gpu_per_task():
+            config.accelerator = OwnGPU()
         if config.enable_progress_bar is None:
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
@@ -124,7 +129,14 @@ def default_callbacks(config: Any, given: list[Callback], *, ema: bool) -> list[
     """What every run has, unless the user switched it off or brought his own."""
     metrics = TrainMetrics()
     pending = PendingValidation()
-    callbacks: list[Callback] = [ReportFailure(), metrics, *([MovingAverage()] if ema else []), EqualBuffers(), pending]
+    callbacks: list[Callback] = [
+        ReportFailure(),
+        CheckAlike(),
+        metrics,
+        *([MovingAverage()] if ema else []),
+        EqualBuffers(),
+        pending,
+    ]
     callbacks.append(Record(pending))
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         callbacks.append(TrainingProgress(metrics))

@@ -55,15 +55,18 @@ def _without(counts: dict[str, Any], *stages: str) -> dict[str, Any]:
 def fit_loop(record: dict[str, Any]) -> dict[str, Any]:
     """The loop's state after the record's batches of its epoch.
 
-    Three places are told apart: inside the epoch, as in `on_train_batch_end`; at its last batch with the validation still
-    to come; and when all of it is done, as in `on_train_epoch_end`.
+    Three places are told apart: inside the epoch, as in `on_train_batch_end`; at a batch with the validation after it still
+    to come; and when all of the epoch is done, as in `on_train_epoch_end`.
     """
     epoch, batches, step, complete = (record[name] for name in ("epoch", "batches", "step", "complete"))
     inside = batches < record["batches_per_epoch"]
+    pending = record.get("pending", not inside and not complete)  # the raw trainer validates at the ends of epochs alone
     steps = math.ceil(batches / record["accumulate"])
-    trained = _counts(total=epoch * record["batches_per_epoch"] + batches, current=batches, completed_less=1 if inside else 0)
+    trained = _counts(
+        total=epoch * record["batches_per_epoch"] + batches, current=batches, completed_less=1 if inside and not pending else 0
+    )
     stepped = _counts(total=step, current=steps)
-    validated = _counts(total=1, current=1, processed_less=0 if complete else 1, completed_less=0 if complete else 1)
+    validated = _counts(total=1, current=1, processed_less=1 if pending else 0, completed_less=1 if pending else 0)
     epochs = _counts(total=epoch + 1, current=epoch + 1, processed_less=0 if complete else 1, completed_less=1)
     return {
         "state_dict": {"combined_loader": [_place(record)]},
@@ -82,7 +85,7 @@ def fit_loop(record: dict[str, Any]) -> dict[str, Any]:
         "epoch_loop.manual_optimization.optim_step_progress": _without(_counts(total=0, current=0), "started", "processed"),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": {
-            **(_counts(total=0, current=0) if inside else validated),
+            **(validated if pending or not inside else _counts(total=0, current=0)),
             "is_last_batch": complete,
         },
     }

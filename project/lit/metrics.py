@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,7 +28,12 @@ class ValMetrics(nn.Module):
         self.images = SumMetric(nan_strategy="disable")
 
     def begin(self) -> None:
-        """Sums in float64: not once at the start, since a metric that is moved to a device casts to float32 again."""
+        """Sums in float64: not once at the start, since a metric that is moved to a device casts to float32 again.
+
+        New ones, too: those of `trainer.validate` were made in inference mode, and nothing can be added to them outside.
+        """
+        for metric in self.named("").values():
+            metric.reset()
         self.loss.set_dtype(torch.float64)
         self.images.set_dtype(torch.float64)
 
@@ -81,6 +87,7 @@ class TrainMetrics(Callback):
         return next((row for row in reversed(self.history) if "train/loss" in row), {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=pl_module.device)  # the sum over the interval's batches
         self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning declares it nowhere
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -89,10 +96,10 @@ class TrainMetrics(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_images, self._epoch_seconds, self._epoch_waited = 0, 0.0, 0.0
         self._epoch_loss, self._epoch_batches = 0.0, 0.0
-        self._restart(pl_module)
+        self._restart()
 
-    def _restart(self, pl_module: LightningModule) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=pl_module.device)  # the sum over the interval's batches
+    def _restart(self) -> None:
+        self._loss.zero_()  # not a new one, to which nothing could be added if this were inference mode
         self._batches = self._images = 0
         self._waited = 0.0
         self._began = self._batch_ended = time.perf_counter()
@@ -112,15 +119,15 @@ class TrainMetrics(Callback):
         self._batch_ended = time.perf_counter()
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if stepped and trainer.global_step % self._every == 0:
-            self._close_interval(trainer, pl_module)
+            self._close_interval(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close_interval(trainer, pl_module)
+        self._close_interval(trainer)
         self._flush(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._close_interval(trainer, pl_module)
+            self._close_interval(trainer)
             self._flush(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,9 +136,9 @@ class TrainMetrics(Callback):
             row = {"step": trainer.global_step, "epoch": trainer.current_epoch, **values}
             self.history.append(row)
             _log(trainer, row)
-            self._restart(pl_module)
+            self._restart()
 
-    def _close_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _close_interval(self, trainer: Trainer) -> None:
         self._flush(trainer)
         if self._images:
             elapsed = max(self._batch_ended - self._began, 1e-9)
@@ -146,8 +153,8 @@ class TrainMetrics(Callback):
                 "train/data_wait": self._waited / elapsed,
             }
             sums = torch.stack([self._loss, torch.full_like(self._loss, self._batches)])
-            self._pending = row, Late(trainer.strategy.reduce(sums, reduce_op="sum"))
-            self._restart(pl_module)
+            self._pending = row, Late(sum_over_ranks(sums))
+            self._restart()
 
     def _flush(self, trainer: Trainer) -> None:
         if self._pending:
@@ -159,6 +166,19 @@ class TrainMetrics(Callback):
             self._epoch_batches += batches
             self.history.append(row)
             _log(trainer, row)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum in the order of the ranks, on every rank.
+
+    Not by `trainer.strategy.reduce`: its barrier makes the host wait for the device, and from three ranks on a ring adds in
+    another order, in which the last bit may differ.
+    """
+    if not dist.is_initialized():
+        return values
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered).sum(dim=0)
 
 
 def _log(trainer: Trainer, row: dict[str, float]) -> None:

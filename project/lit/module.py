@@ -30,8 +30,11 @@ class Classifier(LightningModule):
 
     def configure_model(self) -> None:
         """Lightning calls this once the data is known, on every rank, before it wraps the model."""
-        if self.model is not None:
-            return
+        if self.model is None:
+            with torch.device("cpu"):  # Lightning makes tensors on the rank's GPU here, with its generator, and moves them later
+                self._build()
+
+    def _build(self) -> None:
         num_classes = self.data.num_classes
         model = build_model(self.config, num_classes=num_classes, seed=int(os.environ["PL_GLOBAL_SEED"]))
         if self.config.weights is not None:

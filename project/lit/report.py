@@ -1,10 +1,11 @@
 """The last lines of a run, and those of a rank that fails."""
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.core.process import report_failure, started_by_us
 from project.core.report import closing_lines, replaced_line
-from project.lit.metrics import TrainMetrics
+from project.lit.metrics import TrainMetrics, sum_over_ranks
 from project.lit.module import Classifier
 from project.lit.run_folder import RunFolder
 
@@ -26,10 +27,10 @@ class ClosingLine(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
         replaced = self.metrics.replaced
-        counts = trainer.strategy.reduce(pl_module.normalize.mean.new_tensor(len(replaced)), reduce_op="sum")
-        if int(counts):
+        count = int(sum_over_ranks(torch.tensor(float(len(replaced)), device=pl_module.device)))
+        if count:
             first = pl_module.data.splits.train.path(replaced[0]) if replaced else None
-            pl_module.print(replaced_line(int(counts), first))
+            pl_module.print(replaced_line(count, first))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:

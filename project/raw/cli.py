@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
 from project.core.checks import check_devices
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
-from project.core.device import find_device
+from project.core.device import find_device, find_ranks
 from project.core.errors import UserError
 from project.core.files import replacing
 from project.core.process import drop_stale_variables, started_by_others
@@ -30,7 +29,7 @@ class TrainerConfig:
     Args:
         accelerator: auto, cpu, gpu or cuda, mps.
         strategy: auto, or ddp: one process per device; or Lightning's DDPStrategy with DDP's own keywords as init_args.
-        devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any.
+        devices: Processes, and so devices, on each node; auto takes all GPUs, or one process without any; 1,3 names GPUs.
         num_nodes: Machines; on each of several this command runs with NODE_RANK, MASTER_ADDR and MASTER_PORT.
         precision: 32-true, bf16-mixed, or 16-mixed on GPUs.
         logger: false writes no metrics.csv and no TensorBoard events.
@@ -48,14 +47,13 @@ class TrainerConfig:
         gradient_clip_algorithm: norm or value.
         deterministic: true uses deterministic algorithms only; warn allows others with a warning.
         benchmark: Let cuDNN try its algorithms.
-        inference_mode: false validates under no_grad, as gloo always does.
         sync_batchnorm: BatchNorm over all ranks; GPUs only.
         default_root_dir: Folder in which runs/ is made.
     """
 
     accelerator: str = "auto"
     strategy: str | dict[str, Any] = "auto"
-    devices: int | str = "auto"
+    devices: int | str | list[int] = "auto"
     num_nodes: int = 1
     precision: int | str | None = None
     logger: bool | None = None
@@ -73,7 +71,6 @@ class TrainerConfig:
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None
     benchmark: bool | None = None
-    inference_mode: bool = True
     sync_batchnorm: bool = False
     default_root_dir: str | None = None
 
@@ -98,6 +95,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True, False),
     "model_registry": (None,),
+    "inference_mode": (True, False),  # of trainer.validate; a training validates under no_grad
 }
 
 T = TypeVar("T")
@@ -113,6 +111,7 @@ class Settings:
     Attributes:
         parser: Which made `config`, and saves it.
         config: All of it, as it was read.
+        gpus: Of each rank on this machine the number of its GPU.
     """
 
     parser: ArgumentParser
@@ -125,6 +124,7 @@ class Settings:
     seed: int
     ckpt_path: str | None
     record: str | None
+    gpus: list[int]
 
 
 class Parser(ArgumentParser):
@@ -176,8 +176,6 @@ def _refuse_others(trainer: Namespace) -> None:
         refused.append("gradient_clip_algorithm")
     if trainer.accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
         refused.append("accelerator")
-    if trainer.devices != "auto" and not (str(trainer.devices).isdigit() and int(trainer.devices) > 0):
-        refused.append("devices")
     if refused:
         given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
@@ -238,8 +236,8 @@ def parse(arguments: list[str]) -> Settings:
     check_devices(trainer)
     config.ckpt_path = find_checkpoint(config.ckpt_path, root=trainer.default_root_dir)
     trainer.accelerator = find_device(trainer.accelerator)
-    counted = torch.cuda.device_count() if trainer.accelerator == "cuda" else 1
-    trainer.devices = counted if trainer.devices == "auto" else int(trainer.devices)
+    gpus = find_ranks(trainer.devices, device_type=trainer.accelerator)
+    trainer.devices = len(gpus)
     trainer.precision = PRECISIONS[trainer.precision]
     if trainer.max_epochs is None:  # Lightning's
         trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
@@ -254,6 +252,7 @@ def parse(arguments: list[str]) -> Settings:
         config.seed_everything,
         config.ckpt_path,
         record,
+        gpus,
     )
 
 

@@ -23,7 +23,7 @@ class Ranks:
 
     Attributes:
         rank: Among all processes; 0 writes files.
-        local_rank: Among those on this machine; chooses the device.
+        local_rank: Among those on this machine.
         world_size: Number of all processes.
         device: Where this process trains.
     """
@@ -38,13 +38,18 @@ class Ranks:
         return self.rank == 0
 
 
-def find_rank(accelerator: str) -> Ranks:
-    """From the variables that torchrun, srun or our own launcher has set; alone without them."""
+def find_rank(accelerator: str, gpus: list[int]) -> Ranks:
+    """From the variables that torchrun, srun or our own launcher has set; alone without them.
+
+    Args:
+        accelerator: cuda, cpu or mps.
+        gpus: Of each rank on this machine the number of its GPU.
+    """
     environment = os.environ if started_by_us() or started_by_others() else {}
     rank = int(environment.get("RANK", environment.get("SLURM_PROCID", "0")))
     local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
     world_size = int(environment.get("WORLD_SIZE", environment.get("SLURM_NTASKS", "1")))
-    device = torch.device(accelerator, local_rank) if accelerator == "cuda" else torch.device(accelerator)
+    device = torch.device(accelerator, gpus[local_rank]) if accelerator == "cuda" else torch.device(accelerator)
     return Ranks(rank, local_rank, world_size, device)
 
 
@@ -87,7 +92,7 @@ def wrap(model: nn.Module, ranks: Ranks, *, ddp_comm_hook: str | None = None, **
     """
     if ranks.world_size == 1:
         return model
-    device_ids = [ranks.local_rank] if ranks.device.type == "cuda" else None  # on the CPU DDP must be given none
+    device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None  # on the CPU DDP must be given none
     wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
     if ddp_comm_hook is not None:  # replaces DDP's own reduction of a bucket, say by one in 16 bits
         module, _, name = ddp_comm_hook.rpartition(".")
@@ -101,6 +106,15 @@ def broadcast(value: Any) -> Any:
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def gather(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values of all ranks, in their order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

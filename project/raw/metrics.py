@@ -49,10 +49,11 @@ class TrainMetrics:
     """
 
     def __init__(self, device: torch.device, *, world_size: int) -> None:
-        self.device, self.world_size, self.lr = device, world_size, 0.0
+        self.world_size, self.lr = world_size, 0.0
         self.history: list[dict[str, float]] = []
         self.replaced: list[int] = []
         self._pending: tuple[dict[str, float], Late] | None = None
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)  # the sum over the interval's batches
         self.begin_epoch()
 
     @property
@@ -77,7 +78,7 @@ class TrainMetrics:
 
     def restart(self) -> None:
         """Begin an interval."""
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)  # the sum over the interval's batches
+        self._loss.zero_()
         self._batches = self._images = 0
         self._waited = 0.0
         self._began = self._batch_ended = time.perf_counter()

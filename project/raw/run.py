@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from project.core.agreement import Interrupted
+from project.core.alike import check_alike, shared_settings
 from project.core.arguments import expand
 from project.core.checks import check_loaders, check_recipe, check_resume, check_weights
 from project.core.device import tune
@@ -23,7 +24,7 @@ from project.core.recorder import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
 from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
-from project.raw.distributed import Ranks, find_rank, process_group, sum_over_ranks
+from project.raw.distributed import Ranks, find_rank, gather, process_group, sum_over_ranks
 from project.raw.guard import Guard
 from project.raw.interruption import Interruption
 from project.raw.module import Classifier
@@ -35,7 +36,7 @@ from project.raw.trainer import Trainer
 def fit(arguments: list[str]) -> int:
     settings = parse(expand(arguments, train=True))
     trainer = settings.trainer
-    ranks = int(trainer.devices)
+    ranks = len(settings.gpus)
     if not started_by_us():
         check_record_folder(settings.record)
         splits = load_splits(settings.data)
@@ -60,7 +61,7 @@ def fit(arguments: list[str]) -> int:
         rank_arguments = [*arguments, *decided]
         return launch("project.fit_raw", rank_arguments, ranks=ranks, num_nodes=trainer.num_nodes, threads=threads)
     try:
-        train(settings, find_rank(trainer.accelerator))
+        train(settings, find_rank(trainer.accelerator, settings.gpus))
     except Interrupted as interrupted:
         return 128 + interrupted.number
     return 0
@@ -70,10 +71,10 @@ def check_fit(settings: Settings, splits: Splits) -> tuple[BatchPlan, list[str]]
     """The plan of a training that can start, and what is to be said of the checkpoint that it goes on from."""
     trainer = settings.trainer
     num_classes = check_num_classes(settings.model, classes=splits.classes)
-    plan = plan_batches(settings.data, splits, trainer, world_size=int(trainer.devices) * trainer.num_nodes)
+    plan = plan_batches(settings.data, splits, trainer, world_size=len(settings.gpus) * trainer.num_nodes)
     last = total_steps(trainer, plan)
     check_recipe(plan, settings.model, settings.data, total_steps=last)
-    check_loaders(plan, settings.data, local_ranks=int(trainer.devices))
+    check_loaders(plan, settings.data, local_ranks=len(settings.gpus))
     if settings.ckpt_path is None:
         check_weights(settings.model, num_classes=num_classes, new_head=True, flag="--model.weights")
     else:
@@ -124,13 +125,14 @@ def train(settings: Settings, ranks: Ranks) -> None:
     tune(ranks.device.type, deterministic=bool(trainer.deterministic), benchmark=trainer.benchmark)
     with process_group(ranks):
         try:
+            check_alike(gather(shared_settings(trainer, settings.model, settings.data, seed=settings.seed)))
             seed_everything(settings.seed)
             splits = load_splits(settings.data)
             plan = plan_batches(settings.data, splits, trainer, world_size=ranks.world_size)
             module = Classifier(settings.model, num_classes=len(splits.classes), seed=settings.seed)
             if ranks.is_first and module.note:
                 print(module.note, flush=True)
-            data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=int(trainer.devices), seed=settings.seed)
+            data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=len(settings.gpus), seed=settings.seed)
             folder = make_run_folder(settings, ranks)
             keep_errors(folder)
             guard = Guard(settings.guard)

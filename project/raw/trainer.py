@@ -196,8 +196,8 @@ class Trainer:
         # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
         scored = [(self.model, ValMetrics(self.device))]
         scored += [(self.ema.model, ValMetrics(self.device, prefix="val/ema_"))] if self.ema else []
-        inference = self.config.inference_mode and (self.ranks.world_size == 1 or self.device.type == "cuda")
-        with torch.inference_mode() if inference else torch.no_grad():  # gloo takes no inference tensors
+        # As in Lightning's fit, not in inference mode: nothing could be added later to what a checkpoint or the guard makes here.
+        with torch.no_grad():
             batches = self.val_batches if limit is None else min(limit, self.val_batches)
             for number, (images, target, _) in enumerate(islice(self.val_loader, batches)):
                 images, target = images.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)

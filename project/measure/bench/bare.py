@@ -14,7 +14,7 @@ from torchvision.models import resnet50
 from project.core.plan import available_cores
 from project.core.process import started_by_us
 from project.core.transforms import Normalize
-from project.measure.bench.pace import Pace, remember_wrapped
+from project.measure.bench.pace import Pace, remember_wrapped, take_device
 
 
 def run_bare(what: dict[str, Any], launch: Callable[..., int]) -> int:
@@ -30,8 +30,8 @@ def run_bare(what: dict[str, Any], launch: Callable[..., int]) -> int:
         threads = 1 if what["pin"] else max(1, available_cores() // ranks)
         return launch(ranks=ranks, num_nodes=1, threads=threads)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    device = take_device(rank, ranks=ranks)
+    on_cuda = device.type == "cuda"
     if what["pin"] and not on_cuda:
         if hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))

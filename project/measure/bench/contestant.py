@@ -80,9 +80,8 @@ _paces: list[Pace] = []
 def _watched(network: type[nn.Module]) -> Pace:
     """This process's pace, from its first batch on."""
     if not _paces:
-        on_cuda = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
-        _paces.append(Pace(device))
+        on_cuda = torch.cuda.is_available()  # the trainer has chosen one of them
+        _paces.append(Pace(torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")))
         watch_steps(_paces[0], network)
     return _paces[0]
 

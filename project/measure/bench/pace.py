@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from project.core.device import find_device, find_ranks
+
 ADDRESS = "LOCKSTEP_BENCH"  # JSON: where the benchmark listens, its token, and what this contestant is
 
 # Marks within a step, in their order, and what the time after each of them is called
@@ -22,6 +24,16 @@ PARTS = {"asked": "data wait", "batch": "rest", "forward": "forward", "forwarded
 PARTS |= {"stepped": "rest"}
 
 wrapped: list[DistributedDataParallel] = []  # by this process, for the turns without reduction
+
+
+def take_device(local_rank: int, *, ranks: int) -> torch.device:
+    """This rank's, which is the current one from now on: else its events and NCCL's barriers would be on the first GPU."""
+    device_type = find_device("auto")
+    if device_type != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", find_ranks(ranks, device_type=device_type)[local_rank])
+    torch.cuda.set_device(device)
+    return device
 
 
 class Count(TorchDispatchMode):
