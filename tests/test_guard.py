@@ -249,7 +249,8 @@ def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
 
 
 def test_A13_other_parameters_are_found() -> None:
-    facts = [{"settings": {}, "loader": {}, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
+    other = dict.fromkeys(("settings", "loader", "modules", "data"), {})
+    facts = [{**other, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
     finding = _compare_starts(facts)
     assert finding is not None
     assert finding["names"] == ["fc.weight"]
@@ -257,7 +258,8 @@ def test_A13_other_parameters_are_found() -> None:
 
 
 def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | None = None) -> dict[str, object]:
-    return {"step": step, "phase": phase, "idle": idle, "passes": {"1": [step, False, step, runs or [[1, 1, 2]]]}}
+    passes = {"1": [step, False, step, runs or [[1, 1, 2]]]}
+    return {"step": step, "phase": phase, "idle": idle, "passes": passes, "ended with": None}
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
