@@ -545,9 +545,9 @@ def _reread(send: Any, data: Any, indices: list[int]) -> None:
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(_READ_S) + 1)  # nobody else ends it if its rank is killed
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+    sys.stdout = sys.stderr = io.StringIO()  # what the data set prints, it prints in the training
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
     torch.set_num_threads(1)
     numpy, found = sys.modules.get("numpy"), []
     for index in indices:
@@ -575,7 +575,8 @@ def _contents(loader: Any) -> dict[str, str]:
     plain = plain and type(_sampler_of(loader)).__module__.startswith("torch.utils.data")
     if not (isinstance(loader, DataLoader) and isinstance(data, Dataset) and size and forks and plain):
         return {}
-    if isinstance(data, IterableDataset) or not sys.platform.startswith("linux"):
+    child = multiprocessing.current_process().daemon  # which may have none of its own
+    if isinstance(data, IterableDataset) or child or not sys.platform.startswith("linux"):
         return {}
     indices = _evenly(size, _REREAD)
     processes = multiprocessing.get_context("fork")
