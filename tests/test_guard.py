@@ -7,7 +7,7 @@ import torch
 
 from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
 from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
-from tests.guard_healthy import CASES
+from tests.guard_healthy import BY_HAND, CASES
 from tests.run_ranks import free_port
 
 SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text()
@@ -359,7 +359,9 @@ def test_healthy_runs_are_left_alone(ranks: int, tmp_path: Path) -> None:
     job = {"name": "healthy", "text": HEALTHY, "ranks": ranks, "timeout": 150, "env": environment}
     result = run_jobs(tmp_path, [job])["healthy"]
     assert result.codes == [0] * ranks, result.out
-    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [f"fine: {name}" for name in CASES]
+    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [
+        f"fine: {name}" for name in [*CASES, *BY_HAND]
+    ]
     assert result.out[0].count("same bits") == (ranks == 2)
 
 

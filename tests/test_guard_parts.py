@@ -170,7 +170,7 @@ def test_module_settings_name_the_module() -> None:
     model[2].p = 0.1
     model[0].weight.requires_grad_(False)
     after = parts._module_settings(model)
-    assert {name: after[name] for name in after if after[name] != before[name]} == {
+    assert {name: after[name] for name in after if after[name] != before.get(name)} == {
         "1 (BatchNorm1d) training": "False",
         "2 (Dropout) p": "0.1",
         "0.weight requires_grad": "False",

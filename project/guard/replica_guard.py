@@ -431,7 +431,8 @@ def _module_settings(module: nn.Module) -> dict[str, str]:
     found = {f"{name} requires_grad": str(parameter.requires_grad) for name, parameter in module.named_parameters()}
     for name, part in module.named_modules():
         place = f"{name or 'the model'} ({type(part).__name__})"
-        found[f"{place} training"] = str(part.training)
+        if not part.training:
+            found[f"{place} training"] = "False"
         for own in type(part).__mro__:
             for constant in own.__dict__.get("__constants__", ()) if own.__module__.startswith("torch.nn.") else ():
                 value = getattr(part, constant, None)
@@ -1280,14 +1281,14 @@ class ReplicaGuard:
 
     def _compare_start(self, loader: Any) -> None:
         self.check()
-        self._modules_at_start = _module_settings(self.module)
+        # `training` only in forwards: before the first, one rank may have validated
+        self._modules_at_start = {k: v for k, v in _module_settings(self.module).items() if not k.endswith(" training")}
         data = getattr(loader, "dataset", None)
         several = self.ledger and self.world_size > 1
         facts = {
             "loader": _describe_loader(loader) if self.ledger else {},
             "data": {**_identify(data), **_contents(loader)} if several else {},
-            # `training` only in forwards: before the first, one rank may have validated
-            "modules": {name: value for name, value in self._modules_at_start.items() if not name.endswith(" training")},
+            "modules": self._modules_at_start,
             "parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in self.module.named_parameters()},
             "settings": {name: repr(value) for name, value in self.settings.items()},
         }
@@ -1718,7 +1719,8 @@ def _compare_modules(facts: list[dict[str, Any]]) -> Finding | None:
     names = [name for name in _all_keys(own) if any(part.get(name) != own[0].get(name) for part in own)]
     if not names:
         return None
-    rows = [[part.get(name, "as at the start") for name in names[:6]] for part in own]
+    usual = {name: "True" if name.endswith(" training") else "as at the start" for name in names}
+    rows = [[part.get(name, usual[name]) for name in names[:6]] for part in own]
     return {"kind": "modules", "names": names[:200], "rows": rows, "step": facts[0]["step"]}
 
 
