@@ -381,7 +381,7 @@ def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
     text = (REPOSITORY / "tests/guard_overhead.py").read_text()
     ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
     assert ran.codes == [0, 0]
-    assert "ms a comparison: " in ran.out[0]
+    assert "ms in one that compares: " in ran.out[0]
 
 
 def end(**changes: object) -> dict[str, object]:

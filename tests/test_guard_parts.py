@@ -36,7 +36,16 @@ def seen(
     names = sorted(own[0])
     kinds = [torch.finfo(own[0][name].dtype) for name in names]
     elements, eps, tiny = [own[0][n].numel() for n in names], [k.eps for k in kinds], [k.tiny for k in kinds]
-    reduction = {"names": names, "elements": elements, "eps": eps, "tiny": tiny, "hook": None, "collectives": 0, **facts}
+    reduction = {
+        "names": names,
+        "used": names,
+        "elements": elements,
+        "eps": eps,
+        "tiny": tiny,
+        "hook": None,
+        "collectives": 0,
+        **facts,
+    }
     stacked = [
         {part: torch.stack([parts._sketch(values[rank][name]) for name in names]) for part, values in stages.items()}
         for rank, stages in enumerate([{"own": own, "reduced": reduced, "used": used or reduced}] * len(own))
@@ -273,7 +282,7 @@ def test_the_last_collective_is_quoted_from_the_recorder_that_has_one(name: str,
     entry = {"collective_seq_id": 7, "profiling_name": "nccl:all_reduce", "input_sizes": [[3]], "state": "started"}
     for other in ("_dump_nccl_trace", "_dump_fr_trace"):
         dumped = pickle.dumps({"entries": [entry] if other == name else []})
-        monkeypatch.setattr(torch._C._distributed_c10d, other, lambda dumped=dumped: dumped)
+        monkeypatch.setattr(torch._C._distributed_c10d, other, lambda dumped=dumped: dumped, raising=False)
     assert parts._last_collective() == "#7 nccl:all_reduce [[3]] started"
 
 

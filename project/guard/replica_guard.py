@@ -321,26 +321,28 @@ class _Reduction:
         return {name: _sketch(gradient) for name, gradient in now.items() if gradient is not None}
 
     def see_update(self) -> None:
-        """What the optimizer has used: clipped, unscaled, or changed by the script."""
+        """What the optimizer has used: clipped, unscaled, or changed by the script. Small ones tell, which cost little."""
         if not self._used:
-            self._used, self._made = self._seen(self._reduced), self._sequence() - self._made
+            small = [name for name in self._reduced if self._kinds[name][0] <= _SMALL]
+            self._used, self._made = self._seen(small or self._reduced), self._sequence() - self._made
 
     def take(self) -> tuple[dict[str, Any], dict[str, _Late]]:
         """What rank 0 is to know of this step.
 
         Nothing where a forward had more than one backward: an inner one, of a checkpointed part, ends before DDP has reduced.
         """
-        names = sorted(self._used)
+        names = sorted(self._reduced) if self._used else []
         if not names or self._backwards != 1 or self._wrapper.process_group.size() != dist.get_world_size():
             return {}, {}
         hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in getattr(self._wrapper, "_comm_hooks", [])]
         built_in = self._wrapper._get_ddp_logging_data().get("comm_hook")
         elements, eps, tiny = zip(*(self._kinds[name] for name in names), strict=True)
-        facts = {"names": names, "elements": elements, "eps": eps, "tiny": tiny, "collectives": self._made}
+        facts = {"names": names, "used": sorted(self._used), "elements": elements, "eps": eps, "tiny": tiny}
         device = self._own[names[0]].device
-        return {**facts, "hook": hooks[0] if hooks else built_in}, {
-            part: _Late(torch.stack([values[name].to(device, non_blocking=True) for name in names]))
-            for part, values in (("own", self._own), ("reduced", self._reduced), ("used", self._used))
+        parts = {"own": (names, self._own), "reduced": (names, self._reduced), "used": (facts["used"], self._used)}
+        return {**facts, "collectives": self._made, "hook": hooks[0] if hooks else built_in}, {
+            part: _Late(torch.stack([values[name].to(device, non_blocking=True) for name in own]))
+            for part, (own, values) in parts.items()
         }
 
 
@@ -1663,11 +1665,9 @@ def _compare_reduction(facts: list[dict[str, Any]], tensors: list[Any]) -> Findi
     seen: list[Any] = [fact.get("reduction") for fact in facts]
     if len(facts) < 2 or not all(seen):
         return None
-    names = [name for name in seen[0]["names"] if all(name in own["names"] for own in seen)]  # which all ranks have used
-    rows = [torch.tensor([own["names"].index(name) for name in names], dtype=torch.int64) for own in seen]
-    own, reduced, used = (
-        torch.stack([parts[part][row] for parts, row in zip(tensors, rows, strict=True)]) for part in ("own", "reduced", "used")
-    )
+    names = [name for name in seen[0]["names"] if all(name in part["names"] for part in seen)]  # which all ranks have used
+    rows = [[part["names"].index(name) for name in names] for part in seen]
+    own, reduced = (torch.stack([parts[p][row] for parts, row in zip(tensors, rows, strict=True)]) for p in ("own", "reduced"))
     if not names or not (own.isfinite().all() and reduced.isfinite().all()):
         return None  # which is looked for elsewhere
     elements, (eps, tiny) = (
@@ -1686,7 +1686,7 @@ def _compare_reduction(facts: list[dict[str, Any]], tensors: list[Any]) -> Findi
         bad = [name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong]
         scale = [factor for factor, _ in factors] if alike else None
         return {**found, "factors": scale, "kept": kept, "names": bad[:200], "count": len(bad)}
-    again = [_factor(after[:, :-1], before[:, :-1]) for after, before in zip(used, reduced, strict=True)]
+    again = [_factor(*_used_and_reduced(part, parts)) for part, parts in zip(seen, tensors, strict=True)]
     summed = all(abs(factor / len(facts) - 1) < 1e-4 and rest < 1e-4 for factor, rest in again)
     if summed and min(part["collectives"] for part in seen) >= len(names):
         scale = [factor for factor, _ in again]
@@ -1697,17 +1697,24 @@ def _compare_reduction(facts: list[dict[str, Any]], tensors: list[Any]) -> Findi
 _SCALED = 0.05  # what bf16 leaves of a gradient is nearer to it than that
 
 
+def _used_and_reduced(seen: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the gradients that were looked at after the optimizer's step, then and at the end of backward."""
+    rows = [seen["names"].index(name) for name in seen["used"]]
+    return tensors["used"][:, :-1], tensors["reduced"][rows, :-1]
+
+
 def _compare_used(facts: list[dict[str, Any]], tensors: list[Any]) -> dict[str, Any] | None:
     """Gradients that backward has left alike on all ranks, and that a rank has changed before its optimizer used them."""
     seen: list[Any] = [fact.get("reduction") for fact in facts]
-    if not all(seen) or any(own["names"] != seen[0]["names"] for own in seen):
+    if not all(seen) or any(part["used"] != seen[0]["used"] for part in seen):
         return None
-    reduced, used = (torch.stack([parts[part] for parts in tensors]) for part in ("reduced", "used"))
+    pairs = [_used_and_reduced(part, parts) for part, parts in zip(seen, tensors, strict=True)]
+    used, reduced = torch.stack([used for used, _ in pairs]), torch.stack([reduced for _, reduced in pairs])
     other = (used != used[0]).any(dim=-1).any(dim=0)
     if not other.any() or bool((reduced != reduced[0]).any()):
         return None
-    names = [name for name, is_other in zip(seen[0]["names"], other.tolist(), strict=True) if is_other]
-    factors = [_factor(after[other, :-1], before[other, :-1]) for after, before in zip(used, reduced, strict=True)]
+    names = [name for name, is_other in zip(seen[0]["used"], other.tolist(), strict=True) if is_other]
+    factors = [_factor(after[other], before[other]) for after, before in pairs]
     scale = [factor for factor, _ in factors] if all(rest < 1e-3 for _, rest in factors) else None
     return {"names": names[:200], "factors": scale}
 
