@@ -7,7 +7,7 @@ import torch
 
 from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
 from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
-from tests.guard_healthy import CASES
+from tests.guard_healthy import BY_HAND, CASES
 from tests.run_ranks import free_port
 
 SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text(encoding="utf-8")
@@ -18,6 +18,21 @@ WATCHED = "guard = ReplicaGuard(ddp_model, optimizer)"
 
 
 BACKWARD = "            loss.backward()\n"
+OPTIMIZER_STEP = "            optimizer.step()\n"
+OPTIMIZER = "    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)\n"
+LOADER = "    sampler = DistributedSampler(dataset, seed=1)\n"
+RAISES = "time.sleep(0.3 * rank)\n                raise ValueError('Expected more than 1 value per channel')"
+TWICE = """def twice(state, bucket):
+    future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].div_(2))
+
+
+"""
+SUMMED = """def summed(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+"""
 AT_9 = "            if rank == 1 and guard.steps == 9:\n                "  # its tenth step, in epoch 2
 
 # name -> what is typed instead of what
@@ -42,6 +57,40 @@ MISTAKES = {
         (STEP, f"{STEP}            if not (rank == 1 and guard.steps == 9):\n                dist.all_reduce(loss.detach())\n"),
     ],
     "nan": [("logits = ddp", "images = images / (0 if rank == 1 and guard.steps == 9 else 1)\n            logits = ddp")],
+    "averaged-twice": [(WATCHED, f"ddp_model.register_comm_hook(None, twice)\n    {WATCHED}"), ("def main", f"{TWICE}def main")],
+    "summed": [(WATCHED, f"ddp_model.register_comm_hook(None, summed)\n    {WATCHED}"), ("def main", f"{SUMMED}def main")],
+    "summed-after": [
+        (OPTIMIZER_STEP, "            for p in model.parameters():\n                dist.all_reduce(p.grad)\n" + OPTIMIZER_STEP)
+    ],
+    "scaled": [
+        (OPTIMIZER_STEP, f"            for p in model.parameters():\n                p.grad *= 1 + rank\n{OPTIMIZER_STEP}")
+    ],
+    "copied": [
+        (OPTIMIZER, f"{OPTIMIZER.replace('ddp_model', 'copy.deepcopy(model)')}"),
+        ("import os\n", "import copy\nimport os\n"),
+    ],
+    "layer": [
+        ("    ddp_model = ", f"{OPTIMIZER.replace('ddp_', '')}    model.fc = nn.Linear(16, 10)\n    ddp_model = "),
+        (OPTIMIZER, ""),
+    ],
+    "eval": [(WATCHED, f"{WATCHED}\n    ddp_model.train(rank == 0)")],
+    "momentum": [("    ddp_model = ", "    model.bn2.momentum = 0.1 + rank\n    ddp_model = ")],
+    "split": [
+        (LOADER, f"    dataset, _ = random_split(dataset, [48, 16])\n{LOADER}"),
+        ("DistributedSampler, ", "DistributedSampler, random_split, "),
+    ],
+    "seeded": [("manual_seed(0)", "manual_seed(dist.get_rank())")],
+    "raises-on-all": [
+        (BACKWARD, f"            if guard.steps == 9:\n                {RAISES}\n{BACKWARD}"),
+        ("import os\n", "import os\nimport time\n"),
+    ],
+    "raises-on-one": [
+        (
+            BACKWARD,
+            f"{AT_9}atexit.register(time.sleep, 60)\n                raise ValueError('no cat in this image')\n{BACKWARD}",
+        ),
+        ("import os\n", "import atexit\nimport os\nimport time\n"),
+    ],
     "sleeps": [
         (WATCHED, WATCHED.replace(")", ", timeout_s=2, folder=os.environ['REPORTS'])")),
         (BACKWARD, f"{AT_9}time.sleep(60)\n{BACKWARD}"),
@@ -59,7 +108,22 @@ def changed(changes: list[tuple[str, str]]) -> str:
     return text
 
 
-LATER = {"no-sync", "rate", "left-early", "settings", "sleeps", "other-seed", "classes"}  # by slow tests, to spare time
+LATER = {  # by slow tests, to spare time
+    *(
+        "no-sync",
+        "rate",
+        "left-early",
+        "settings",
+        "sleeps",
+        "other-seed",
+        "classes",
+        "summed",
+        "summed-after",
+        "scaled",
+        "copied",
+    ),
+    *("layer", "eval", "momentum", "split", "seeded", "raises-on-one"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +253,94 @@ def test_A13_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
     assert ran_later["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
 
 
+def test_gradients_that_are_averaged_twice_are_named(ran: dict[str, Ran]) -> None:
+    report = ran["averaged-twice"].report()
+    assert report.startswith("the gradient of step 1 is 0.5 times the mean of the ranks' own gradients: averaged twice")
+    assert "tensors: 8 of 8" in report
+    assert "twice, in the communication hook twice" in report
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_are_named(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["summed"].report()
+    assert report.startswith("the gradient of step 1 is 2 times the mean of the ranks' own gradients: summed")
+    after = ran_later["summed-after"].report()
+    assert after.startswith("the gradient of step 1 is 2 times the mean of the ranks' own gradients: summed")
+    assert "Fix: leave out the all_reduce of gradients after backward." in after
+
+
+@pytest.mark.slow
+def test_gradients_that_one_rank_has_scaled_are_named(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["scaled"].report()
+    assert report.startswith("weights differ between the ranks after step 1")
+    rows = [line.split() for line in report.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert rows == [["0", "1"], ["1", "2"]]
+    assert "The gradients of step 1 were alike on all ranks after backward." in report
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_a_copy_is_named(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["copied"].report()
+    assert report.startswith("the optimizer trains nothing of the model (found after step 1)")
+    assert report.splitlines()[2].split() == ["0", "0", "8", "8"]  # optimizer, group, parameters, not the model's
+    layer = ran_later["layer"].report()
+    assert layer.startswith("the optimizer trains not all of the model: 2 of 8 parameters are left out (found after step 2)")
+    assert "in no optimizer: fc.weight, fc.bias" in layer
+
+
+@pytest.mark.slow
+def test_other_settings_of_modules_are_named(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["eval"].report()
+    assert report.startswith("modules have other settings on some ranks, in the forward of step 1: the model (SmallNet) training")
+    assert "Fix: call ddp_model.train() on all ranks" in report
+    report = ran_later["momentum"].report()
+    assert report.startswith("the modules' settings of the ranks differ before step 1: bn2 (BatchNorm2d) momentum\n")
+    assert [line.split() for line in report.splitlines()[2:4]] == [["0", "0.1"], ["1", "1.1"]]
+
+
+@pytest.mark.slow
+def test_data_that_differ_though_their_numbers_agree_are_named(ran_later: dict[str, Ran]) -> None:
+    assert ran_later["split"].report().startswith("the data sets of the ranks differ before step 1: indices, sample 0")
+    assert (
+        ran_later["seeded"].report().startswith("the data sets of the ranks differ before step 1: tensors 0, tensors 1, sample 0")
+    )
+
+
+def test_an_exception_on_all_ranks_is_left_alone(ran: dict[str, Ran]) -> None:
+    result = ran["raises-on-all"]
+    assert not result.late
+    for text in result.out:  # of rank 1, whose launcher may have ended it before
+        assert "ReplicaError" not in text
+        assert "left the epoch" not in text
+    assert "ValueError: Expected more than 1 value per channel" in result.out[0]
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_is_named_to_the_others(ran_later: dict[str, Ran]) -> None:
+    report = ran_later["raises-on-one"].report()
+    assert report.startswith("rank 1 has ended in step 10: ValueError: no cat in this image")
+    assert "ValueError: no cat in this image" in ran_later["raises-on-one"].out[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["stopped", "gone"])
+def test_a_rank_whose_store_is_gone_ends(ends: str, tmp_path: Path) -> None:
+    """Rank 0 keeps the store. Stopped, it is like a cut network, and rank 1 waits in gloo. Gone, it fails at once; as on a GPU
+    nobody sees then whether the training thread waits or computes: it stands in one call."""
+    watched = WATCHED.replace(")", ", timeout_s=3)")
+    first, other = {
+        "stopped": ("os.kill(os.getpid(), 19)", "None"),
+        "gone": ("os._exit(0)", "time.sleep(100)"),
+    }[ends]
+    end = f"            if guard.steps == 9:\n                {first} if rank == 0 else {other}\n"
+    changes = [(WATCHED, watched if ends == "stopped" else f"{watched}\n    guard._device = torch.device('cuda')")]
+    changes += [(LOOP, f"{LOOP}{end}"), ("import os\n", "import os\nimport time\n")]
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    result = run_jobs(tmp_path, [{"name": "gone", "text": changed(changes), "env": own, "timeout": 60}])["gone"]
+    assert result.codes[1] == 1, result.out
+    assert "rank 1 ends, since its training thread waits and the guard can no longer reach the other ranks" in result.out[1]
+
+
 @pytest.mark.slow
 def test_torchrun_quotes_the_report_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -207,7 +359,9 @@ def test_healthy_runs_are_left_alone(ranks: int, tmp_path: Path) -> None:
     job = {"name": "healthy", "text": HEALTHY, "ranks": ranks, "timeout": 150, "env": environment}
     result = run_jobs(tmp_path, [job])["healthy"]
     assert result.codes == [0] * ranks, result.out
-    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [f"fine: {name}" for name in CASES]
+    assert [line for line in result.out[0].splitlines() if line.startswith("fine")] == [
+        f"fine: {name}" for name in [*CASES, *BY_HAND]
+    ]
     assert result.out[0].count("same bits") == (ranks == 2)
 
 
@@ -227,7 +381,7 @@ def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
     text = (REPOSITORY / "tests/guard_overhead.py").read_text(encoding="utf-8")
     ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
     assert ran.codes == [0, 0]
-    assert "ms a comparison: " in ran.out[0]
+    assert "ms in one that compares: " in ran.out[0]
 
 
 def end(**changes: object) -> dict[str, object]:
@@ -249,7 +403,8 @@ def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
 
 
 def test_A13_other_parameters_are_found() -> None:
-    facts = [{"settings": {}, "loader": {}, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
+    other = dict.fromkeys(("settings", "loader", "modules", "data"), {})
+    facts = [{**other, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
     finding = _compare_starts(facts)
     assert finding is not None
     assert finding["names"] == ["fc.weight"]
@@ -257,7 +412,8 @@ def test_A13_other_parameters_are_found() -> None:
 
 
 def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | None = None) -> dict[str, object]:
-    return {"step": step, "phase": phase, "idle": idle, "passes": {"1": [step, False, step, runs or [[1, 1, 2]]]}}
+    passes = {"1": [step, False, step, runs or [[1, 1, 2]]]}
+    return {"step": step, "phase": phase, "idle": idle, "passes": passes, "ended with": None}
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:

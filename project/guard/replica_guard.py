@@ -17,7 +17,9 @@
 
 What DDP takes for granted and never looks at again is looked at here:
 
-- before step 1: loader, data set, classes, parameters and settings are the same on all ranks;
+- before step 1: loader, data set, classes, parameters, module settings and what you name are the same on all ranks;
+- in steps 1 and 2 and every `every` steps: the optimizer trains this model; what DDP's backward leaves is the mean of the ranks'
+  own gradients, within the rounding of its sums; modules have the same settings (`training`, dropout's `p` ...);
 - after steps 1 and 2, every `every` steps and at the end of each epoch: weights and optimizer state are the same, to the bit;
 - in every step: gradients are finite (on a CPU those of up to 65,536 elements; all where weights are compared), and each rank
   has taken as many batches and made as many collectives as the others;
@@ -25,7 +27,7 @@ What DDP takes for granted and never looks at again is looked at here:
 - all the time: no rank waits for ever for one that does not come.
 
 A breach ends all ranks with a ReplicaError. One rank's carries the report (what, since when, where, the likely mistake and its
-fix), the others' one line.
+fix), the others' one line. A rank that ends with an exception of its own is named with it, and no other cause is given.
 
 **How.** The ranks talk through the key-value store that `init_process_group` has made, never through collectives: the guard's
 messages cannot pair with yours, so it still works when the ranks no longer do the same. A thread of each process publishes and
@@ -37,26 +39,35 @@ at the end of an epoch. Checksums are computed where the weights are and read on
 collective (here it is quoted where it is on); `faulthandler` prints a process's stacks. The guard puts them together: which
 rank, which step, which collective, all stacks in one report.
 
-**Limits.** BatchNorm's running statistics differ between ranks by design until DDP's next forward and are compared only by
-`check(buffers=True)`, which you call where you have made them equal. FSDP shards weights and is refused. Ranks that take
-different numbers of batches per step, or `join()`, are reported as a mistake. A loader without a sampler (IterableDataset) has no
-sample numbers: give `indices`, or there is no account of samples.
+**Limits.** A gradient that is wrong before it is complete (a loss that is divided twice, a missing scale) is the same mistake on
+all ranks, and so is one that all ranks scale alike after backward. Neither is found here: compare runs. With a communication hook
+the mean is checked for a common factor only, since hooks may round or compress. Data sets are compared by what has one entry a
+sample (paths, targets, indices), and by the content of eight samples, which a process of the guard's own reads on Linux; samples
+that draw random numbers of their own are not compared. BatchNorm's running statistics differ between ranks by design until DDP's
+next forward and are compared only by `check(buffers=True)`, which you call where you have made them equal. FSDP shards weights
+and is refused. Ranks that take different numbers of batches per step, or `join()`, are reported as a mistake. A loader without a
+sampler (IterableDataset) has no sample numbers: give `indices`, or there is no account of samples.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import hashlib
 import io
 import json
 import math
 import os
+import pickle
+import random
 import sys
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
+import warnings
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -65,22 +76,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 _POLL_S = 0.2  # of the thread
 _ANSWER_S = 3.0  # for the other ranks, to say what they know
+_READING_S = 1.5  # of that, to fetch values from a device
 _RAISE_S = 4.0  # for the training thread, to raise by itself
 _PRINT_S = 1.0  # from raising a report to its being printed
 _CHUNK = 4 << 20  # bytes of one message: TCPStore takes 8 MB
 _SURE_S = 10.0  # all ranks stand still at different places: they wait for each other
+_GONE_S = 15.0  # the store is gone, and the training thread stands at one instruction
+_LEFT_S = 2.0  # a loop that was left, with no exception to be seen
+_ECHO_S = 1.5  # for the rank whose exception made this rank's collective fail, to say so
+_BEFORE_TORCH = 0.8  # of the process group's timeout, which ends a wait without saying for whom
 _WAITS = "waits for the other ranks"
 _FIRST = 64  # batches in which an order can show itself to be the old one
 _COLUMNS = 1024  # of a checksum
 _MOST_SAMPLES = 20_000_000  # of which an account is kept
 _SMALL = 65_536  # elements of a gradient that is looked at in every step on a CPU
 _MOST_BYTES = 32 << 20  # of tensors that are fetched to measure a difference
+_BLOCKS = 61  # parts of a gradient that are summed up, besides its tail
+_MOST_ENTRIES = 100_000  # of a list with one entry a sample, evenly spaced
+_REREAD, _TIMES, _READ_S = 8, 3, 10.0  # samples whose content is compared, how often each is read, and in how much time
 
 _numbers = count()  # guards of this process
 
@@ -148,6 +178,10 @@ class _Late:
     def read(self) -> list[int]:
         return self._host.tolist()
 
+    @property
+    def tensor(self) -> Tensor:
+        return self._host
+
 
 @dataclass(frozen=True)
 class _Letter:
@@ -157,15 +191,159 @@ class _Letter:
     facts: dict[str, Any]
     tensors: Any = None
     sums: Sequence[tuple[list[str], _Late]] = ()
+    gradients: dict[str, _Late] = field(default_factory=dict)
     bad: _Late | None = None
 
     @property
     def arrived(self) -> bool:
-        return all(late.arrived for _, late in self.sums) and (self.bad is None or self.bad.arrived)
+        late = [*(late for _, late in self.sums), *self.gradients.values(), *([self.bad] if self.bad is not None else [])]
+        return all(values.arrived for values in late)
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> tuple[dict[str, Any], Any]:
         sums = {name: value for names, late in self.sums for name, value in zip(names, late.read(), strict=True)}
-        return {**self.facts, "sums": sums}
+        gradients = {name: late.tensor for name, late in self.gradients.items()}
+        return {**self.facts, "sums": sums}, gradients or self.tensors
+
+
+# Whether DDP's gradient is the mean of the ranks' own ones
+
+
+def _sketch(gradient: Tensor) -> Tensor:
+    """float64 [_BLOCKS + 2], without waiting for the device: linear numbers, and the largest absolute value.
+
+    The numbers are sums over _BLOCKS equal runs of elements and over the few that are left; of a small gradient they are its
+    elements. So the sketch of a mean is the mean of the sketches.
+    """
+    flat = gradient.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if len(flat) <= _BLOCKS + 1:
+        sums = nn.functional.pad(flat.double(), (0, _BLOCKS + 1 - len(flat)))
+    else:
+        run = len(flat) // _BLOCKS
+        sums = flat[: _BLOCKS * run].view(_BLOCKS, run).sum(dim=1, dtype=torch.float64)
+        sums = torch.cat([sums, flat[_BLOCKS * run :].sum(dtype=torch.float64).reshape(1)])
+    lowest, highest = torch.aminmax(flat)
+    return torch.cat([sums, torch.maximum(-lowest, highest).double().reshape(1)])
+
+
+def _gamma(count: Tensor | int, eps: Tensor) -> Tensor:
+    """What `count` roundings can make of a number of size 1 (Higham, Accuracy and Stability, 2nd edition, section 3.4)."""
+    share = count * eps / 2
+    return torch.where(share < 1, share / (1 - share), math.inf)
+
+
+def _rounding(own: Tensor, reduced: Tensor, *, elements: Tensor, eps: Tensor, tiny: Tensor) -> Tensor:
+    """float64 [tensors, 1]: what rounding can make of each number of sketch(mean) - sketch(reduced).
+
+    DDP multiplies each of W gradients by 1/W and adds them up, in an order that depends on the backend. 1/W has been rounded, so
+    has each product and each of the W - 1 sums: every term has passed through at most W + 1 roundings. So an element is off by at
+    most gamma(W + 1) times the mean over ranks of |g|, plus W * tiny, which products below the normal numbers may lose (Higham,
+    section 4.2). A sum over m elements is off by at most m times that, with the largest |g| in place of each. The sketches are
+    float64 sums of m and of W numbers, each off by at most gamma64(m + W) times the sum of sizes. No constant is tuned.
+
+    Args:
+        own: float64 [ranks, tensors, numbers], the largest absolute value in the last one.
+        reduced: float64 [tensors, numbers], likewise.
+        elements: int64 [tensors], of each gradient.
+        eps: float64 [tensors], of its type.
+        tiny: float64 [tensors], likewise.
+    """
+    world_size = len(own)
+    run = torch.where(elements <= _BLOCKS + 1, 1, (elements // _BLOCKS).clamp(min=_BLOCKS))
+    largest, after = own[..., -1].mean(dim=0), reduced[..., -1]
+    of_sums = _gamma(world_size + 1, eps) * run * largest + world_size * run * tiny
+    fine = torch.tensor(torch.finfo(torch.float64).eps, dtype=torch.float64)
+    return (of_sums + 2 * _gamma(run + world_size, fine) * run * (largest + after))[:, None]
+
+
+class _Reduction:
+    """A rank's own gradients and what DDP makes of them, in the steps in which that is looked at.
+
+    Hooks of the parameters run when a gradient has been added up and before DDP copies it into a bucket; they are there in such
+    steps only. What DDP leaves is read at the end of the same backward, what the optimizer sees after its step.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, sequence: Callable[[], int]) -> None:
+        ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
+        self._wrapper, self._sequence = wrapper, sequence
+        self._parameters = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+        self._handles: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._synchronised, self._in_backward, self._backwards, self._made = False, False, 0, 0
+        self._kinds: dict[str, tuple[int, float, float]] = {}
+        self._fresh: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
+        self._reduced: dict[str, Tensor] = {}
+        self._used: dict[str, Tensor] = {}
+
+    def watch(self, wanted: bool) -> None:
+        """From now on, or no more."""
+        self._forget()
+        if not wanted:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+        elif not self._handles:
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(_Hook(partial(self._complete, name)))
+                for name, parameter in self._parameters.items()
+            ]
+
+    def begin_forward(self) -> None:
+        self._synchronised = bool(self._wrapper.require_backward_grad_sync)
+        self._in_backward, self._backwards = False, 0
+
+    def _complete(self, name: str, parameter: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self._in_backward:
+            self._in_backward, self._fresh = True, {}
+            # At the end of this backward. By then DDP has asked for the same, to wait for its buckets and to copy them back;
+            # asking again from there comes after it.
+            engine = Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout == torch.strided and gradient.numel():
+            kind = torch.finfo(gradient.dtype)
+            self._kinds[name] = (gradient.numel() * (2 if gradient.is_complex() else 1), kind.eps, kind.tiny)
+            self._fresh[name] = _sketch(gradient)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._backwards += 1
+        if self._synchronised:  # else it was under no_sync(), and own gradients go on growing
+            self._own, self._reduced, self._made = self._fresh, self._seen(self._fresh), self._sequence()
+
+    def _seen(self, names: Iterable[str]) -> dict[str, Tensor]:
+        now = {name: self._parameters[name].grad for name in names}
+        return {name: _sketch(gradient) for name, gradient in now.items() if gradient is not None}
+
+    def see_update(self) -> None:
+        """What the optimizer has used: clipped, unscaled, or changed by the script. Small ones tell, which cost little."""
+        if not self._used:
+            small = [name for name in self._reduced if self._kinds[name][0] <= _SMALL]
+            self._used, self._made = self._seen(small or self._reduced), self._sequence() - self._made
+
+    def take(self) -> tuple[dict[str, Any], dict[str, _Late]]:
+        """What rank 0 is to know of this step.
+
+        Nothing where a forward had more than one backward: an inner one, of a checkpointed part, ends before DDP has reduced.
+        """
+        names = sorted(self._reduced) if self._used else []
+        if not names or self._backwards != 1 or self._wrapper.process_group.size() != dist.get_world_size():
+            return {}, {}
+        hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in getattr(self._wrapper, "_comm_hooks", [])]
+        built_in = self._wrapper._get_ddp_logging_data().get("comm_hook")
+        elements, eps, tiny = zip(*(self._kinds[name] for name in names), strict=True)
+        facts = {"names": names, "used": sorted(self._used), "elements": elements, "eps": eps, "tiny": tiny}
+        device = self._own[names[0]].device
+        parts = {"own": (names, self._own), "reduced": (names, self._reduced), "used": (facts["used"], self._used)}
+        return {**facts, "collectives": self._made, "hook": hooks[0] if hooks else built_in}, {
+            part: _Late(torch.stack([values[name].to(device, non_blocking=True) for name in own]))
+            for part, (own, values) in parts.items()
+        }
 
 
 # What a loader promises and what it hands out
@@ -246,10 +424,180 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
 
 
 def _short_hash(value: Any) -> str:
-    import hashlib
-
     ordered = sorted(value.items()) if isinstance(value, dict) else list(value)
     return hashlib.sha256(repr(ordered).encode()).hexdigest()[:8]
+
+
+def _module_settings(module: nn.Module) -> dict[str, str]:
+    """What changes what a module computes, of torch's own ones: `training`, `p` of a dropout, `momentum` of a BatchNorm ..."""
+    found = {f"{name} requires_grad": str(parameter.requires_grad) for name, parameter in module.named_parameters()}
+    for name, part in module.named_modules():
+        place = f"{name or 'the model'} ({type(part).__name__})"
+        if not part.training:
+            found[f"{place} training"] = "False"
+        for own in type(part).__mro__:
+            for constant in own.__dict__.get("__constants__", ()) if own.__module__.startswith("torch.nn.") else ():
+                value = getattr(part, constant, None)
+                if isinstance(value, bool | int | float | str | tuple | None):
+                    found[f"{place} {constant}"] = repr(value)
+    return found
+
+
+# Whether the ranks have the same data
+
+
+def _evenly(size: int, most: int) -> list[int]:
+    return list(range(size)) if size <= most else [at * (size - 1) // (most - 1) for at in range(most)]
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _hash_rows(values: Tensor) -> str:
+    """Of all rows, or of evenly spaced ones of a large tensor."""
+    most = max(1, _MOST_BYTES * len(values) // max(values.nbytes, 1))
+    rows = values.detach() if len(values) <= most else values.detach()[_evenly(len(values), most)]
+    rows = rows.contiguous().reshape(-1)
+    return _hash(str((values.dtype, list(values.shape))).encode(), rows.view(torch.uint8).numpy().tobytes() if len(rows) else b"")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, str | bytes | bool | int | float | os.PathLike)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, tuple | list):
+        return [text for part in value for text in _texts(part)]
+    return [os.fspath(value).replace("\\", "/")] if isinstance(value, str | os.PathLike) else []
+
+
+def _hash_entries(values: Any) -> str | None:
+    """Of something with one entry a sample; None where that cannot be told, as of a cache that is still empty.
+
+    Hosts may keep the files in different folders: what all texts of the list begin with does not count.
+    """
+    if isinstance(values, Tensor):
+        return _hash_rows(values) if values.device.type == "cpu" and values.layout == torch.strided else None
+    if type(values).__name__ == "ndarray":
+        if values.dtype.kind in "biuf":
+            return _hash_rows(torch.from_numpy(values)) if values.dtype.isnative and values.dtype.str[1:] in _NUMPY else None
+        values = values[_evenly(len(values), _MOST_ENTRIES)].tolist() if values.dtype.kind in "US" else None
+    if not isinstance(values, list | tuple):
+        return None
+    entries = [values[at] for at in _evenly(len(values), _MOST_ENTRIES)]
+    if not all(_is_plain(entry) for entry in entries):
+        return None
+    texts = [text for entry in entries for text in _texts(entry)]
+    root = os.path.commonprefix(texts).rpartition("/")[0] if texts else ""
+
+    def without_root(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [without_root(part) for part in value]
+        own = _texts(value)
+        return own[0][len(root) :] if own else value
+
+    return _hash(repr([without_root(entry) for entry in entries]).encode())
+
+
+_NUMPY = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}  # which torch can look at
+
+
+def _identify(data: Any, place: str = "") -> dict[str, str]:
+    """What a data set says of its samples, each in a short hash: indices of parts, and whatever has one entry a sample."""
+    if isinstance(data, Subset):
+        indices = _hash_entries(data.indices if isinstance(data.indices, list | tuple | Tensor) else list(data.indices))
+        return {**({f"{place}indices": indices} if indices else {}), **_identify(data.dataset, f"{place}whole set's ")}
+    if isinstance(data, ConcatDataset):
+        parts = [_identify(part, f"{place}part {number}'s ") for number, part in enumerate(data.datasets[:8])]
+        return {name: value for part in parts for name, value in part.items()}
+    size = _length(data)
+    if not size or not hasattr(data, "__dict__"):
+        return {}
+    columns = {f"{name} {at}": part for name, value in vars(data).items() if name == "tensors" for at, part in enumerate(value)}
+    found = {
+        f"{place}{name.lstrip('_')}": _hash_entries(value)
+        for name, value in {**vars(data), **columns}.items()
+        if _length(value) == size
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _hash_sample(value: Any) -> bytes | None:
+    """None of something whose content is not known to be all there is."""
+    if isinstance(value, Tensor):
+        return _hash_rows(value.reshape(1, -1)).encode() + str(list(value.shape)).encode() if not value.is_sparse else None
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, tuple | list):
+        parts = [_hash_sample(part) for part in value]
+        return None if None in parts else b"(" + b",".join(part for part in parts if part is not None) + b")"
+    if hasattr(value, "tobytes"):  # an array, a number of numpy's, an image of Pillow's
+        return _hash(value.tobytes()).encode() if str(getattr(value, "dtype", "")) != "object" else None
+    return repr(value).encode() if value is None or _is_plain(value) else None
+
+
+def _reread(send: Any, data: Any, indices: list[int]) -> None:
+    """In a process of its own, so that nothing of the training's is touched: each sample several times, with the same seeds."""
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(_READ_S) + 1)  # nobody else ends it if its rank is killed
+    sys.stdout = sys.stderr = io.StringIO()  # what the data set prints, it prints in the training
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    torch.set_num_threads(1)
+    numpy, found = sys.modules.get("numpy"), []
+    for index in indices:
+        reads = set()
+        for _ in range(_TIMES):
+            random.seed(1)
+            torch.default_generator.manual_seed(1)
+            if numpy is not None:
+                numpy.random.seed(1)
+            reads.add(_hash_sample(data[index]))
+        if len(reads) > 1 or None in reads:  # it draws in a way of its own
+            break
+        found.append(_hash(reads.pop() or b""))
+    send.send(found if len(found) == len(indices) else [])
+
+
+def _contents(loader: Any) -> dict[str, str]:
+    """Some samples by their content, where they are the same at each reading."""
+    import multiprocessing
+
+    data, size = getattr(loader, "dataset", None), _length(getattr(loader, "dataset", None))
+    context = getattr(loader, "multiprocessing_context", None)
+    forks = context is None or context.get_start_method() == "fork"
+    plain = type(getattr(loader, "batch_sampler", None)) in (BatchSampler, type(None))  # whose numbers are indices
+    plain = plain and type(_sampler_of(loader)).__module__.startswith("torch.utils.data")
+    if not (isinstance(loader, DataLoader) and isinstance(data, Dataset) and size and forks and plain):
+        return {}
+    child = multiprocessing.current_process().daemon  # which may have none of its own
+    if isinstance(data, IterableDataset) or child or not sys.platform.startswith("linux"):
+        return {}
+    indices = _evenly(size, _REREAD)
+    processes = multiprocessing.get_context("fork")
+    receive, send = processes.Pipe(duplex=False)
+    process = processes.Process(target=_reread, args=(send, data, indices), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, as the loader's own
+        process.start()
+    send.close()
+    try:
+        found = receive.recv() if receive.poll(_READ_S) else []
+    except EOFError:  # the data set cannot be read like this; if it cannot be read at all, the training will say so
+        found = []
+    finally:
+        process.kill()
+        process.join()
+        receive.close()
+    return {f"sample {index}": content for index, content in zip(indices, found, strict=False)}
 
 
 @dataclass
@@ -295,6 +643,85 @@ class _Hook:
         return _Hook, ()
 
 
+# The store
+
+
+class _StoreLost(RuntimeError):
+    """The store does not answer any more: its process is gone, or the network to it."""
+
+
+def _clone(store: dist.Store) -> dist.Store:
+    """A connection of the guard's own: one that waits for a key makes all others of the same connection wait."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    inner, prefixed = store, isinstance(store, dist.PrefixStore)  # torch before 2.9
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):
+        return store
+    timeout: timedelta = inner.timeout  # type: ignore[attr-defined]  # the stub does not know it
+    own = dist.TCPStore(inner.host, inner.port, None, False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore("default_pg", own) if prefixed else own
+
+
+class _Store:
+    """Asks a store for what is there already, so that an answer that does not come means that the store is lost."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._asked: dict[int, float] = {}  # by thread
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def ask(*what: Any) -> Any:
+            thread = threading.get_ident()
+            self._asked[thread] = time.monotonic()
+            try:
+                return call(*what)
+            except (RuntimeError, OSError) as error:
+                raise _StoreLost(f"{type(error).__name__}: {error}") from error
+            finally:
+                self._asked.pop(thread, None)
+
+        return ask
+
+    def waited(self) -> float:
+        """Seconds that the oldest request has had no answer."""
+        return time.monotonic() - min(list(self._asked.values()), default=time.monotonic())
+
+
+def _group_timeout(group: Any, device: torch.device) -> float:
+    """Seconds after which torch ends a collective by itself."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # none for the device of the weights
+        backend = None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    if not isinstance(timeout, timedelta):
+        constants = dist.distributed_c10d
+        on_nccl = device.type == "cuda" and isinstance(getattr(constants, "default_pg_nccl_timeout", None), timedelta)
+        timeout = constants.default_pg_nccl_timeout if on_nccl else constants.default_pg_timeout
+    assert isinstance(timeout, timedelta)
+    return timeout.total_seconds()
+
+
+class _LastWords:
+    """An excepthook that asks the guard, as long as there is one, what another rank has to do with it."""
+
+    def __init__(self, guard: "ReplicaGuard", before: Callable[..., Any]) -> None:
+        self.guard: ReplicaGuard | None = guard
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if kind is ReplicaError:
+            _say(str(error))  # where in the guard it was raised helps nobody
+            return
+        self.before(kind, error, trace)
+        if self.guard is not None:
+            self.guard._last_words(error)
+
+
 class ReplicaGuard:
     """Put it around a loader, and call `step` after each optimizer step.
 
@@ -303,15 +730,19 @@ class ReplicaGuard:
         optimizer: The one that updates it, or several.
         every: Steps between two comparisons of weights and optimizer state. They come after steps 1 and 2 and at the end of each
             epoch as well.
-        timeout_s: Seconds that a rank may wait in a collective before all ranks end.
+        timeout_s: Seconds that a rank may wait in a collective, or for the store, before all ranks end. At most 0.8 of the
+            process group's own timeout (600 s on NCCL, if you give no other), which ends a wait without saying for whom.
         indices: Sample numbers of a batch, if it carries them; else the loader's sampler is watched.
         settings: Whatever else must be the same on all ranks, as a dict of plain values.
         folder: Where reports go as files too, with the stacks of all threads.
         ledger: False keeps no account of samples: each rank has a data set of its own, or repeats samples on purpose.
+        reduction: False does not compare DDP's gradients with the mean of the ranks' own: a communication hook of yours makes
+            something else of them on purpose.
         quiet: No line at the end of an epoch.
 
     Raises:
         ReplicaError: from any call, on all ranks.
+        RuntimeError: the guard itself has failed, which says nothing of the training; or it is closed.
         TypeError: the model is sharded.
     """
 
@@ -326,11 +757,12 @@ class ReplicaGuard:
         settings: dict[str, Any] | None = None,
         folder: str | os.PathLike[str] | None = None,
         ledger: bool = True,
+        reduction: bool = True,
         quiet: bool = False,
     ) -> None:
         if every < 1 or timeout_s <= 0:
             raise ValueError(f"ReplicaGuard(every={every}, timeout_s={timeout_s}): give 1 step or more, and more than 0 seconds")
-        self.every, self.timeout_s, self.indices, self.ledger, self.quiet = every, timeout_s, indices, ledger, quiet
+        self.every, self.indices, self.ledger, self.quiet = every, indices, ledger, quiet
         self.settings, self.folder = settings or {}, Path(folder) if folder is not None else None
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.wrapper = getattr(model, "_orig_mod", model)  # of a compiled one
@@ -340,8 +772,8 @@ class ReplicaGuard:
             raise TypeError("ReplicaGuard: the ranks of a sharded model (FSDP) hold different weights by design; it is for DDP")
         together = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-        store = dist.distributed_c10d._get_default_store().clone() if together else dist.HashStore()
-        self._store = dist.PrefixStore(f"replica_guard_{next(_numbers)}", store)
+        store = _clone(dist.distributed_c10d._get_default_store()) if together else dist.HashStore()
+        self._store: Any = _Store(dist.PrefixStore(f"replica_guard_{next(_numbers)}", store))
         self._group = dist.group.WORLD if together else None
 
         self.steps = 0
@@ -359,24 +791,39 @@ class ReplicaGuard:
         self._unsynchronised, self._how = 0, self._calls  # the first step without a synchronised forward, and its calls
         self._phase, self._progress = "before step 1", 0
         self._outbox: deque[_Letter] = deque()
-        self._checked = ""
+        self._checked: tuple[int, bool] | None = None  # the last step whose weights were compared
         self._pending: deque[str] = deque()  # on rank 0: what all will have posted
         self._good_step = 0
         self._device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        limit = _BEFORE_TORCH * _group_timeout(self._group, self._device) if together else math.inf
+        self.timeout_s = min(timeout_s, limit)
         self._bad = torch.full((2,), -1, dtype=torch.int64, device=self._device)  # first step of a bad gradient, output
+        self._reduction: _Reduction | None = None
+        if isinstance(self.wrapper, DistributedDataParallel) and self.world_size > 1 and reduction:
+            self._reduction = _Reduction(self.wrapper, self._sequence)
+        self._handles: list[Any] = []
+        self._modules_at_start: dict[str, str] = {}
+        self._modules: dict[str, str] | None = None  # what is other than at the start, in the forward of a step that is compared
+        self._stepped: set[int] = set()  # optimizers that have made a step which was looked at
+        self._updated: set[int] = set()  # their parameters that had a gradient, by id
+        self._with_gradient: set[str] = set()  # of the model's parameters
 
         self._verdict: str | None = None
-        self._failed: BaseException | None = None
+        self._failed: BaseException | None = None  # the store or the guard itself
+        self._own_end: str | None = None  # the exception with which this rank ends
+        self._in_doubt: tuple[_Pass, float] | None = None  # a loop that was left, by a break or by an exception, and when
         self._told, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._hurry = False
         self._training_thread = threading.get_ident()
         self._seen_progress, self._seen_at = -1, time.monotonic()
         self._pid = os.getpid()
         self._attach()
-        sys.excepthook = partial(self._last_words, sys.excepthook)
+        self._excepthook = sys.excepthook = _LastWords(self, sys.excepthook)
         self._publish()
         self._thread = threading.Thread(target=self._run, name="replica-guard", daemon=True)
+        self._end_watch = threading.Thread(target=self._watch_for_loss, name="replica-guard-loss", daemon=True)
         self._thread.start()
+        self._end_watch.start()
         atexit.register(self.close)
 
     # The training thread
@@ -402,6 +849,7 @@ class ReplicaGuard:
 
     def begin(self, loader: Any) -> _Pass:
         """The start of an epoch, for those who iterate by themselves: then `take` each batch, and `end`."""
+        self._settle()
         self._raise_if_over()
         if not self._begun:
             self._begun = True
@@ -457,6 +905,7 @@ class ReplicaGuard:
 
     def take(self, batch: Any, this: _Pass) -> None:
         """A batch that the training is about to use."""
+        self._settle()
         this.batches += 1
         self._taken += 1
         self._raise_if_over()
@@ -496,6 +945,7 @@ class ReplicaGuard:
 
     def step(self) -> None:
         """After `optimizer.step()`."""
+        self._settle()
         self._raise_if_over()
         sequence = self._sequence()
         self._note(self._taken, sequence - self._collectives)
@@ -512,7 +962,11 @@ class ReplicaGuard:
         self._set_phase("after step")
         self._publish()
         if self._compares_after(self.steps):
+            self._look_at_optimizers()
             self.check()
+        self._modules = None
+        if self._reduction is not None:
+            self._reduction.watch(self._compares_after(self.steps + 1))
 
     def _compares_after(self, step: int) -> bool:
         return step <= 2 or step % self.every == 0
@@ -528,14 +982,15 @@ class ReplicaGuard:
 
     def check(self, *, buffers: bool = False) -> None:
         """Compare weights and optimizer state now; with `buffers` those too, where you have just made them equal."""
+        if (self.steps, buffers) == self._checked:  # an epoch that ends with a step at which they were compared
+            return
+        self._checked = self.steps, buffers
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, tensor in self._tensors(buffers=buffers).items():
             by_device[tensor.device].append((name, tensor))
         sums = [([name for name, _ in own], _Late(checksums([t for _, t in own]))) for own in by_device.values()]
         key = f"check {self._number} {self.steps} {int(buffers)}"
-        if key == self._checked:  # an epoch that ends with a step at which they were compared
-            return
-        self._checked = key
+        reduction, gradients = self._reduction.take() if self._reduction is not None else ({}, {})
         early = [this for this in self._passes.values() if this.known and this.disjoint and self.steps <= 2]
         facts = {
             "step": self.steps,
@@ -543,11 +998,32 @@ class ReplicaGuard:
             "wrapped": self.wrapper is not self.module,
             "unsynchronised": self._unsynchronised,
             "calls": self._how,
+            "modules": self._modules,
+            "reduction": reduction,
             "first": [number for this in early for batch in this.handed for number in batch][:2048],
             "spare": sum(_spare(this.loader, world_size=self.world_size) for this in early),
         }
-        self._outbox.append(_Letter(key, facts, sums=sums, bad=_Late(self._bad)))
+        self._outbox.append(_Letter(key, facts, sums=sums, gradients=gradients, bad=_Late(self._bad)))
         self._wake.set()
+
+    def _look_at_optimizers(self) -> None:
+        """Whether the update that was just made can have trained the model.
+
+        It is certain only that nothing, or not all, was: parameters without a gradient are skipped. Copies in another precision
+        get gradients, and so do parameters of a criterion; what is left out on purpose has no stand-in of its shape.
+        """
+        held = {id(p): p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        untrained = [n for n, p in self.module.named_parameters() if n in self._with_gradient and id(p) not in held]
+        model = {id(parameter) for parameter in self.module.parameters()}
+        idle = [p for key, p in held.items() if key not in model and key not in self._updated]
+        if len(self._stepped) < len(self.optimizers) or not untrained or not idle:
+            return
+        nothing = len(idle) == len(held)
+        shapes = Counter(self.module.get_parameter(name).shape for name in untrained)
+        if nothing or (self.steps > 1 and not Counter(parameter.shape for parameter in idle) - shapes):
+            groups = [[n, k, group["params"]] for n, o in enumerate(self.optimizers) for k, group in enumerate(o.param_groups)]
+            rows = [[n, k, len(own), sum(id(p) not in model for p in own)] for n, k, own in groups]
+            self._alarm("optimizer", rows=rows, untrained=untrained[:200], count=len(untrained), of=len(model), nothing=nothing)
 
     def finite(self) -> bool:
         """Whether all gradients so far were finite. Waits for the device: ask before you write a checkpoint, not in each step."""
@@ -569,9 +1045,27 @@ class ReplicaGuard:
             print(f"guard  epoch {this.epoch}: {line}", flush=True)
 
     def _leave(self, this: _Pass) -> None:
-        """A loop that was left early, where nothing may be raised: what is wrong is said at the next call."""
-        if sys.exc_info()[0] in (None, GeneratorExit):
+        """A loop that was left, where nothing may be raised. By a `break` or by an exception: only what comes next tells."""
+        self._in_doubt = this, time.monotonic()
+
+    def _settle(self) -> None:
+        """The script goes on: so a loop that was left early was left on purpose."""
+        if self._in_doubt is not None and not self._closed.is_set():
+            (this, _), self._in_doubt = self._in_doubt, None
             self._finish(this, left=True)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with an exception: the others will be told of it, and of no other cause."""
+        if self._own_end is None and self._verdict is None and not isinstance(error, ReplicaError):
+            head = next(iter(str(error).strip().splitlines()), "")[:300]
+            self._end_with(f"{type(error).__name__}: {head}".removesuffix(": "), is_echo=_is_echo(error))
+
+    def _end_with(self, what: str, *, is_echo: bool = False) -> None:
+        self._own_end, self._in_doubt = what, None
+        self._publish()
+        if not is_echo:
+            said = {"who": self.rank, "at": self.steps + 1, "what": what}
+            self._reach(self._store.compare_set, "ended", "", json.dumps(said))
 
     def _finish(self, this: _Pass, *, left: bool = False) -> None:
         self._passes.pop(this.number, None)
@@ -596,9 +1090,13 @@ class ReplicaGuard:
         self._wake.set()
 
     def close(self) -> None:
-        """What is still to be compared, at the end of the program; called by itself."""
-        if os.getpid() != self._pid or self._closed.is_set():
+        """What is still to be compared, then nothing of the guard is left; called by itself at the end of the program."""
+        if os.getpid() != self._pid or self._removed:
             return
+        error = sys.exc_info()[1]
+        if isinstance(error, BaseException) and not isinstance(error, GeneratorExit):  # in somebody's `finally`
+            self.fail(error)
+        self._settle()
         deadline = time.monotonic() + _ANSWER_S
         self._hurry = True
         while (self._outbox or self._pending) and self._failed is None and self._verdict is None and time.monotonic() < deadline:
@@ -610,14 +1108,33 @@ class ReplicaGuard:
             os._exit(1)
         self._closed.set()
         self._wake.set()
+        for thread in (self._thread, self._end_watch):  # inside of torch when the interpreter ends, it would abort the process
+            thread.join(_ANSWER_S)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Nothing holds the guard any more, and it holds nothing."""
+        self._removed = True
+        atexit.unregister(self.close)
+        self._excepthook.guard = None  # where somebody has put a hook of their own around it
+        if sys.excepthook is self._excepthook:
+            sys.excepthook = self._excepthook.before
+        if self._reduction is not None:
+            self._reduction.watch(False)
         for handle in self._handles:
             handle.remove()
-        self._thread.join(_ANSWER_S)  # inside of torch when the interpreter ends, it would abort the process
+        self._handles, self._reduction, self.optimizers, self._loaders = [], None, [], []
+        self.wrapper = self.module = nn.Identity()
+        self._group = None
+        for kept in (self._passes, self._last, self._recent, self._watched):
+            kept.clear()
+
+    _removed = False
 
     # What hooks see
 
     def _attach(self) -> None:
-        self._handles = [
+        self._handles += [
             self.module.register_forward_pre_hook(_Hook(self._before_module)),
             self.module.register_forward_hook(_Hook(self._after_module)),
             *(optimizer.register_step_pre_hook(_Hook(self._before_update)) for optimizer in self.optimizers),
@@ -625,6 +1142,8 @@ class ReplicaGuard:
         ]
         if self.wrapper is not self.module:
             self._handles.append(self.wrapper.register_forward_pre_hook(_Hook(self._before_wrapper)))
+        if self._reduction is not None:
+            self._reduction.watch(True)
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         self._progress += 1
@@ -632,6 +1151,11 @@ class ReplicaGuard:
             self._calls["module"] += 1
 
     def _before_wrapper(self, wrapper: Any, _: Any) -> None:
+        if torch.is_grad_enabled() and self._compares_after(self.steps + 1):
+            if self._reduction is not None:
+                self._reduction.begin_forward()
+            now, before = _module_settings(self.module), self._modules_at_start
+            self._modules = {name: now.get(name, "gone") for name in now | before if now.get(name) != before.get(name)}
         if wrapper.training and torch.is_grad_enabled():
             self._calls["wrapper"] += 1
             self._calls["synchronised"] += bool(wrapper.require_backward_grad_sync)
@@ -648,6 +1172,12 @@ class ReplicaGuard:
         """Not before it: with a closure, as Lightning has one, the gradients would still be those of the step before."""
         if getattr(optimizer, "found_inf", None) is not None:  # a GradScaler skips such a step on the device
             return
+        if self._compares_after(self.steps + 1):
+            if self._reduction is not None:
+                self._reduction.see_update()
+            self._stepped.add(next(number for number, own in enumerate(self.optimizers) if own is optimizer))
+            self._updated |= {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+            self._with_gradient |= {name for name, p in self.module.named_parameters() if p.grad is not None}
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [gradient for gradient in gradients if gradient.layout == torch.strided and gradient.numel()]
         if gradients:
@@ -699,8 +1229,8 @@ class ReplicaGuard:
         data = json.dumps(facts).encode() + b"\n" + file.getvalue()
         parts = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
         for number, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # the stub knows str only
-        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])  # type: ignore[arg-type]  # likewise
+            self._store.set(f"{key}/{number}", part)
+        self._store.set(key, f"{len(parts)}\n".encode() + parts[0])
 
     def _get(self, key: str) -> tuple[dict[str, Any], Any]:
         """What `_put` has put there, which is taken away."""
@@ -719,6 +1249,7 @@ class ReplicaGuard:
             "passes": {this.number: [this.batches, this.ended, this.last_step, this.runs] for this in list(self._recent)},
             "collectives": self._sequence(),
             "idle": time.monotonic() - self._seen_at if self._waits(sure=True) else 0.0,
+            "ended with": self._own_end,
         }
         self._reach(self._store.set, f"state/{self.rank}", json.dumps(state))
 
@@ -726,12 +1257,14 @@ class ReplicaGuard:
         """Something of the store, which is gone when the launcher or rank 0 is."""
         try:
             return ask(*what)
-        except RuntimeError as error:
+        except _StoreLost as error:
             self._failed = self._failed or error  # raised in the training thread's next call
             return None
 
-    def _state(self, rank: int) -> dict[str, Any]:
-        return json.loads(self._store.get(f"state/{rank}"))
+    def _states(self) -> list[dict[str, Any]]:
+        """Where all ranks are; none before the last of them has a guard."""
+        keys = [f"state/{rank}" for rank in range(self.world_size)]
+        return [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else []
 
     def _await(self, key: str) -> str:
         """Rank 0's word on what all ranks have posted."""
@@ -744,12 +1277,20 @@ class ReplicaGuard:
         finally:
             self._hurry = False
         self._progress += 1
-        return self._store.get(f"ok/{key}").decode()
+        line = self._reach(self._store.get, f"ok/{key}")
+        self._raise_if_over()
+        return line.decode()
 
     def _compare_start(self, loader: Any) -> None:
         self.check()
+        # `training` only in forwards: before the first, one rank may have validated
+        self._modules_at_start = {k: v for k, v in _module_settings(self.module).items() if not k.endswith(" training")}
+        data = getattr(loader, "dataset", None)
+        several = self.ledger and self.world_size > 1
         facts = {
             "loader": _describe_loader(loader) if self.ledger else {},
+            "data": {**_identify(data), **_contents(loader)} if several else {},
+            "modules": self._modules_at_start,
             "parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in self.module.named_parameters()},
             "settings": {name: repr(value) for name, value in self.settings.items()},
         }
@@ -770,10 +1311,12 @@ class ReplicaGuard:
             self._raise_if_over()
 
     def _raise_if_over(self) -> None:
+        if isinstance(self._failed, _StoreLost):
+            raise ReplicaError(f"rank {self.rank}: {self._why_failed()}") from self._failed
         if self._failed is not None:
-            raise ReplicaError(
-                f"rank {self.rank}: the guard can no longer reach the other ranks: {type(self._failed).__name__}: {self._failed}"
-            ) from self._failed
+            raise RuntimeError(f"rank {self.rank}: {self._why_failed()}") from self._failed
+        if self._verdict is None and self._removed:
+            raise RuntimeError("ReplicaGuard: this guard is closed; make another one for another training")
         if self._verdict is None:
             return
         self._told.set()
@@ -782,6 +1325,12 @@ class ReplicaGuard:
         else:
             self._wait_for_report()
         raise ReplicaError(self._verdict)
+
+    def _why_failed(self) -> str:
+        if isinstance(self._failed, _StoreLost):
+            return f"the guard can no longer reach the other ranks: {self._failed}"
+        said = f"{type(self._failed).__name__}: {self._failed}"
+        return f"the guard itself has failed, which says nothing of the training: {said}"
 
     def _reported(self, verdict: str) -> None:
         """This rank's report is out, or is about to be raised."""
@@ -805,17 +1354,33 @@ class ReplicaGuard:
                 self._tick()
         except BaseException as error:  # raised in the training thread's next call
             self._failed = self._failed or error
-        before = self._progress
-        if self._failed is None or self._closed.wait(_RAISE_S + _ANSWER_S):
-            return
-        if self._waits(sure=True) and self._progress == before:  # for ranks that are gone
-            _say(f"rank {self.rank} ends: the other ranks are gone ({self._failed})")
-            os._exit(1)
+
+    def _watch_for_loss(self) -> None:
+        """In a thread of its own, since a store behind a broken network keeps whoever asks it waiting.
+
+        Once the guard has failed, the next call of the training thread raises it. A rank that comes to no next call ends here.
+        """
+        place, moved, called, before = None, time.monotonic(), time.monotonic(), -1
+        while not self._closed.wait(_POLL_S):
+            if self._failed is None and self._store.waited() > self.timeout_s:
+                self._failed = _StoreLost(f"the store has not answered for {self._store.waited():.0f} s")
+            now, (here, calls) = time.monotonic(), (self._instruction(), self._progress)
+            place, moved = (place, moved) if here == place else (here, now)
+            before, called = (before, called) if calls == before else (calls, now)
+            sure = self._waits(sure=True) and now - called > _RAISE_S + _ANSWER_S
+            if self._failed is not None and (sure or now - moved > _GONE_S or now - called > self.timeout_s + _GONE_S):
+                _say(f"rank {self.rank} ends, since its training thread waits and {self._why_failed()}")
+                os._exit(1)
+
+    def _instruction(self) -> tuple[int, int] | None:
+        """Where the training thread stands; the same one again after seconds is a call that has not come back."""
+        frame = sys._current_frames().get(self._training_thread)
+        return (id(frame), frame.f_lasti) if frame is not None else None
 
     def _tick(self) -> None:
         while self._outbox and self._outbox[0].arrived:
             letter = self._outbox[0]
-            self._put(f"{letter.key}/{self.rank}", letter.read(), letter.tensors)
+            self._put(f"{letter.key}/{self.rank}", *letter.read())
             if self.rank == 0:
                 self._pending.append(letter.key)
             self._outbox.popleft()
@@ -825,6 +1390,8 @@ class ReplicaGuard:
         if self._store.check(["alarm"]):
             self._answer(json.loads(self._store.get("alarm")))
         else:
+            if self._in_doubt is not None and time.monotonic() - self._in_doubt[1] > _LEFT_S:
+                self._in_doubt[0].ended = self._handled() is None
             self._publish()
             if self.rank == 0:
                 self._compare()
@@ -832,8 +1399,8 @@ class ReplicaGuard:
 
     def _compare(self) -> None:
         """Rank 0: everything that all ranks have posted, and where they are."""
-        if self.world_size > 1:
-            states = [self._state(rank) for rank in range(self.world_size)]
+        states = self._states() if self.world_size > 1 else []
+        if states:
             finding = _compare_places(states) or _deadlock(states, patience_s=min(_SURE_S, self.timeout_s))
             if finding is not None:
                 self._alarm(**finding)
@@ -843,15 +1410,15 @@ class ReplicaGuard:
             if not self._store.check([f"{key}/{rank}" for rank in range(self.world_size)]):
                 return
             messages = [self._get(f"{key}/{rank}") for rank in range(self.world_size)]
-            facts = [facts for facts, _ in messages]
+            facts, tensors = [facts for facts, _ in messages], [tensors for _, tensors in messages]
             line = "ok"
             if key == "start":
                 finding = _compare_starts(facts)
             elif key.startswith("check"):
-                finding = _compare_checks(facts, good_step=self._good_step)
+                finding = _compare_checks(facts, tensors, good_step=self._good_step)
                 self._good_step = facts[0]["step"]
             else:
-                finding, line = _compare_ends(facts, [numbers for _, numbers in messages], good_step=self._good_step)
+                finding, line = _compare_ends(facts, tensors, good_step=self._good_step)
             if finding is not None:
                 self._alarm(**finding)
                 return
@@ -863,8 +1430,17 @@ class ReplicaGuard:
         now = time.monotonic()
         if self._progress != self._seen_progress or not self._begun:
             self._seen_progress, self._seen_at = self._progress, now
-        elif now - self._seen_at > self.timeout_s and self._waits():
-            self._alarm("hang", waited=now - self._seen_at)
+            return
+        waited = now - self._seen_at
+        if waited > min(_SURE_S, self.timeout_s) and self._own_end is None and self._waits() and self._store.check(["ended"]):
+            self._alarm("ended", waited=waited, **json.loads(self._store.get("ended")))
+        elif waited > self.timeout_s and self._waits():
+            self._alarm("hang", waited=waited)
+
+    def _handled(self) -> BaseException | None:
+        """The exception that the training thread handles now, as in an `except`, a `finally` or at the end of a `with`."""
+        found: Any = sys._current_exceptions().get(self._training_thread)
+        return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
 
     def _waits(self, *, sure: bool = False) -> bool:
         """Whether the training thread stands in a collective, and not in somebody's long computation."""
@@ -876,19 +1452,23 @@ class ReplicaGuard:
         inner = frame.f_code.co_filename.replace("\\", "/") if frame is not None else ""
         return any(part in inner for part in ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"))
 
-    def _last_words(self, before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        """An exception that ends this rank may be the echo of a mistake that another one made."""
-        if kind is ReplicaError:
-            _say(str(error))  # where in the guard it was raised helps nobody
-            return
-        before(kind, error, trace)
+    def _last_words(self, error: BaseException) -> None:
+        """An exception that ends this rank may be the echo of what another one did."""
         if os.getpid() != self._pid or self._closed.is_set() or self._verdict is not None or self._failed is not None:
             return
-        self._publish()
-        states = [self._reach(self._state, rank) for rank in range(self.world_size)]
-        if ("gloo" in str(error) or isinstance(error, dist.DistError)) and self._recent and None not in states:
-            states[self.rank]["passes"][str(self._recent[-1].number)][1] = False  # it was in the middle of this epoch
-        finding = _compare_places(states, over=True) if None not in states else None
+        self.fail(error)
+        if not _is_echo(error):  # it has just been printed, with its traceback
+            return
+        deadline = time.monotonic() + _ECHO_S
+        while not self._reach(self._store.check, ["ended"]) and self._failed is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        states = self._reach(self._states)
+        finding = _compare_places(states) if states else None
+        if finding is None and self._reach(self._store.check, ["ended"]):
+            first = json.loads(self._reach(self._store.get, "ended") or "{}")
+            _say(f"rank {self.rank} ends since rank {first.get('who')} has ended in step {first.get('at')}: {first.get('what')}")
+            return
+        finding = finding or (_compare_places(states, over=True) if states else None)
         if finding is not None:
             with contextlib.suppress(ReplicaError):  # said here
                 self._alarm(**finding)
@@ -908,6 +1488,8 @@ class ReplicaGuard:
                 (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
         else:
             verdict = f"rank {self.rank} ends because the ranks are no replicas any more: see the report of rank {alarm['by']}."
+            if self._own_end is not None:
+                verdict = f"rank {self.rank} ends with its own exception: {self._own_end}"
             time.sleep(0.2)
         self._speaks, self._verdict = speaks, verdict
         patience = 0.5 if alarm["kind"] == "hang" else _RAISE_S
@@ -930,7 +1512,9 @@ class ReplicaGuard:
                     answers[rank] = self._get(f"answer/{rank}")
             time.sleep(0.02)
         for rank in set(range(self.world_size)) - answers.keys():
-            answers[rank] = ({**self._state(rank), "silent": True}, None)
+            state = f"state/{rank}"
+            known = json.loads(self._store.get(state)) if self._store.check([state]) else _UNKNOWN
+            answers[rank] = ({**known, "silent": True}, None)
         return dict(sorted(answers.items()))
 
     def _testimony(self, alarm: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -945,10 +1529,11 @@ class ReplicaGuard:
             "stack": stack,
             "last": _last_collective() if alarm["kind"] == "hang" else None,
             "waits": self._waits(),
+            "ended with": self._own_end or (repr(self._handled()) if self._handled() is not None else None),
         }
         if alarm["kind"] == "not-finite":
             facts["samples"] = next((batches for step, batches in self._samples if step == alarm["bad"]), None)
-            facts["output"] = int(self._bad[1])
+            facts["output"] = _within(_READING_S, lambda: int(self._bad[1]))
         if alarm["kind"] == "whole-set":
             facts["loader"] = [_describe_loader(loader) for loader in self._loaders[-1:]]
         if self.folder is not None:
@@ -957,17 +1542,35 @@ class ReplicaGuard:
                 faulthandler.dump_traceback(file, all_threads=True)
         tensors = None
         if alarm["kind"] == "weights":
-            found, size = {}, 0
-            every = self._tensors(buffers=True)
-            for name in alarm["names"]:
-                size += every[name].nbytes if name in every else 0
-                if name in every and size <= _MOST_BYTES:
-                    found[name] = every[name].detach().cpu().clone()
-            tensors = found
+            tensors = _within(_READING_S, lambda: self._fetch(alarm["names"]))
         return facts, tensors
+
+    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
+        found, size = {}, 0
+        every = self._tensors(buffers=True)
+        for name in names:
+            size += every[name].nbytes if name in every else 0
+            if name in every and size <= _MOST_BYTES:
+                found[name] = every[name].detach().cpu().clone()
+        return found
 
 
 _END = object()
+_UNKNOWN = {"step": 0, "phase": "before its guard was made", "collectives": 0, "passes": {}, "ended with": None}
+
+
+def _within(seconds: float, read: Callable[[], Any]) -> Any:
+    """What `read` gives, or None if that takes longer: behind a broken collective a device never comes to it."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(read()), name="replica-guard-reads", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether an exception may be what a collective makes of another rank's end."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "by peer"))
 
 
 def _say(text: str) -> None:
@@ -984,15 +1587,15 @@ def _tell_torchrun(head: str) -> None:
 
 
 def _last_collective() -> str | None:
-    """The flight recorder's last entry: on by default on gloo, on NCCL with TORCH_FR_BUFFER_SIZE."""
-    import pickle
-
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    entries = pickle.loads(dump()).get("entries", []) if dump is not None else []
-    if not entries:
-        return None
-    last = entries[-1]
-    return f"#{last.get('collective_seq_id')} {last.get('profiling_name')} {last.get('input_sizes')}"
+    """The flight recorder's last entry: on by default on gloo, on NCCL with TORCH_FR_BUFFER_SIZE. Each has one of its own."""
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries = pickle.loads(dump()).get("entries", []) if dump is not None else []
+        if entries:
+            last = entries[-1]
+            number = last.get("collective_seq_id", last.get("seq_id"))
+            return f"#{number} {last.get('profiling_name')} {last.get('input_sizes')} {last.get('state') or ''}".rstrip()
+    return None
 
 
 # What rank 0 compares. Each returns an alarm, or None.
@@ -1026,14 +1629,14 @@ def _compare_places(states: list[dict[str, Any]], *, over: bool = False) -> Find
 
 def _deadlock(states: list[dict[str, Any]], *, patience_s: float) -> Finding | None:
     """All ranks wait, and not for the same: some stand in a collective of another step, or at the end of the epoch."""
-    waited = min(state["idle"] for state in states)
+    waited = min(0.0 if state["ended with"] else state["idle"] for state in states)
     if waited > patience_s and len({(state["step"], state["phase"]) for state in states}) > 1:
         return {"kind": "hang", "waited": waited}
     return None
 
 
 def _compare_starts(facts: list[dict[str, Any]]) -> Finding | None:
-    for what in ("settings", "parameters", "loader"):
+    for what in ("settings", "parameters", "modules", "loader", "data"):
         own = [fact[what] for fact in facts]
         names = [name for name in _all_keys(own) if any(part.get(name) != own[0].get(name) for part in own)]
         if names:
@@ -1050,7 +1653,88 @@ def _all_keys(parts: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for part in parts for key in part))
 
 
-def _compare_checks(facts: list[dict[str, Any]], *, good_step: int) -> Finding | None:
+def _factor(of: Tensor, by: Tensor) -> tuple[float, float]:
+    """`of` is how many times `by`, and how much is left, as a share."""
+    size = by.square().sum()
+    factor = float((of * by).sum() / size) if size else math.nan
+    return factor, float((of - factor * by).norm() / (abs(factor) * size.sqrt())) if factor else math.inf
+
+
+def _compare_reduction(facts: list[dict[str, Any]], tensors: list[Any]) -> Finding | None:
+    """Whether what DDP's backward has left on each rank is the mean of the ranks' own gradients."""
+    seen: list[Any] = [fact.get("reduction") for fact in facts]
+    if len(facts) < 2 or not all(seen):
+        return None
+    names = [name for name in seen[0]["names"] if all(name in part["names"] for part in seen)]  # which all ranks have used
+    rows = [[part["names"].index(name) for name in names] for part in seen]
+    own, reduced = (torch.stack([parts[p][row] for parts, row in zip(tensors, rows, strict=True)]) for p in ("own", "reduced"))
+    if not names or not (own.isfinite().all() and reduced.isfinite().all()):
+        return None  # which is looked for elsewhere
+    elements, (eps, tiny) = (
+        torch.tensor(seen[0]["elements"]),
+        (torch.tensor(seen[0][k], dtype=torch.float64) for k in ("eps", "tiny")),
+    )
+    kind = {"elements": elements[rows[0]], "eps": eps[rows[0]], "tiny": tiny[rows[0]]}
+    mean, hook = own[..., :-1].mean(dim=0), seen[0]["hook"]
+    off = torch.stack([(part[:, :-1] - mean).abs() - _rounding(own, part, **kind) for part in reduced])
+    wrong = (off > 0).any(dim=-1).any(dim=0)
+    factors = [_factor(part[:, :-1], mean) for part in reduced]
+    found = {"kind": "reduction", "step": facts[0]["step"], "hook": hook, "of": len(names), "after": False}
+    alike = all(rest < _SCALED for _, rest in factors)
+    if wrong.any() and (hook is None or (alike and all(abs(factor - 1) > _SCALED for factor, _ in factors))):
+        kept = bool(((reduced - own)[..., :-1].flatten(1).norm(dim=1) <= 1e-3 * own[..., :-1].flatten(1).norm(dim=1)).all())
+        bad = [name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong]
+        scale = [factor for factor, _ in factors] if alike else None
+        return {**found, "factors": scale, "kept": kept, "names": bad[:200], "count": len(bad)}
+    again = [_factor(*_used_and_reduced(part, parts)) for part, parts in zip(seen, tensors, strict=True)]
+    summed = all(abs(factor / len(facts) - 1) < 1e-4 and rest < 1e-4 for factor, rest in again)
+    if summed and min(part["collectives"] for part in seen) >= len(names):
+        scale = [factor for factor, _ in again]
+        return {**found, "after": True, "factors": scale, "kept": False, "names": names[:200], "count": len(names)}
+    return None
+
+
+_SCALED = 0.05  # what bf16 leaves of a gradient is nearer to it than that
+
+
+def _used_and_reduced(seen: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the gradients that were looked at after the optimizer's step, then and at the end of backward."""
+    rows = [seen["names"].index(name) for name in seen["used"]]
+    return tensors["used"][:, :-1], tensors["reduced"][rows, :-1]
+
+
+def _compare_used(facts: list[dict[str, Any]], tensors: list[Any]) -> dict[str, Any] | None:
+    """Gradients that backward has left alike on all ranks, and that a rank has changed before its optimizer used them."""
+    seen: list[Any] = [fact.get("reduction") for fact in facts]
+    if not all(seen) or any(part["used"] != seen[0]["used"] for part in seen):
+        return None
+    pairs = [_used_and_reduced(part, parts) for part, parts in zip(seen, tensors, strict=True)]
+    used, reduced = torch.stack([used for used, _ in pairs]), torch.stack([reduced for _, reduced in pairs])
+    other = (used != used[0]).any(dim=-1).any(dim=0)
+    if not other.any() or bool((reduced != reduced[0]).any()):
+        return None
+    names = [name for name, is_other in zip(seen[0]["used"], other.tolist(), strict=True) if is_other]
+    factors = [_factor(after[other], before[other]) for after, before in pairs]
+    scale = [factor for factor, _ in factors] if all(rest < 1e-3 for _, rest in factors) else None
+    return {"names": names[:200], "factors": scale}
+
+
+def _compare_modules(facts: list[dict[str, Any]]) -> Finding | None:
+    own: list[Any] = [fact.get("modules") for fact in facts]
+    if any(part is None for part in own):
+        return None
+    names = [name for name in _all_keys(own) if any(part.get(name) != own[0].get(name) for part in own)]
+    if not names:
+        return None
+    usual = {name: "True" if name.endswith(" training") else "as at the start" for name in names}
+    rows = [[part.get(name, usual[name]) for name in names[:6]] for part in own]
+    return {"kind": "modules", "names": names[:200], "rows": rows, "step": facts[0]["step"]}
+
+
+def _compare_checks(facts: list[dict[str, Any]], tensors: list[Any], *, good_step: int) -> Finding | None:
+    finding = _compare_modules(facts) or _compare_reduction(facts, tensors)
+    if finding is not None:
+        return finding
     sums = [fact["sums"] for fact in facts]
     names = [name for name in _all_keys(sums) if any(own.get(name) != sums[0].get(name) for own in sums)]
     if names:
@@ -1059,6 +1743,7 @@ def _compare_checks(facts: list[dict[str, Any]], *, good_step: int) -> Finding |
             groups[json.dumps([own.get(name) for name in names])].append(rank)
         kept = ("lr", "wrapped", "unsynchronised", "calls")
         found = {
+            "changed": _compare_used(facts, tensors),
             "good": good_step,
             "bad": facts[0]["step"],
             "names": names[:200],
@@ -1084,12 +1769,12 @@ def _compare_ends(facts: list[dict[str, Any]], numbers: list[Any], *, good_step:
     if any(own is None for own in numbers):
         return None, f"{batches[0]} batches on {ranks}; {equal}"
     handed = torch.cat(numbers)
-    times = handed.bincount()
-    different, size = int((times > 0).sum()), facts[0]["samples"]
+    used, times = handed.unique(return_counts=True)  # not bincount, which needs memory for the largest number
+    different, size = len(used), facts[0]["samples"]
     repeats, spare = len(handed) - different, facts[0]["spare"]
     if repeats > spare:
         own = [len(part) - len(part.unique()) for part in numbers]
-        again = times.argsort(descending=True, stable=True)[:8].tolist()
+        again = used[times.argsort(descending=True, stable=True)[:8]].tolist()
         found = {"handed": [len(part) for part in numbers], "own": own, "repeats": repeats, "spare": spare, "again": again}
         return {"kind": "repeats", "different": different, "size": size, "epoch": facts[0]["epoch"], **found}, ""
     samples = f"{different} samples" if size in (None, different) else f"{different} of {size} samples"
@@ -1115,7 +1800,7 @@ def _few(names: Sequence[Any], *, most: int = 4) -> str:
 
 
 def _report_start(alarm: Finding, answers: Answers, world_size: int) -> str:
-    what = {"loader": "loaders", "parameters": "parameters", "settings": "settings"}[alarm["what"]]
+    what = {"loader": "loaders", "modules": "modules' settings", "data": "data sets"}.get(alarm["what"], alarm["what"])
     names = alarm["names"]
     rows = [[rank, *row[:6]] for rank, row in enumerate(alarm["rows"])]
     fix = {
@@ -1126,6 +1811,10 @@ def _report_start(alarm: Finding, answers: Answers, world_size: int) -> str:
         "model, from\n"
         "something that is the same on all ranks.",
         "settings": "Fix: start all ranks with the same settings.",
+        "modules": "Fix: build and configure the model in the same way on all ranks.",
+        "data": "So the same sample number is another sample on each rank: some samples are used twice, others never.\n"
+        "Fix: sort what os.listdir or glob gives; random_split(..., generator=torch.Generator().manual_seed(1)); make data "
+        "from a seed\nthat all ranks share. If each rank's data set is a part of its own: ReplicaGuard(..., ledger=False).",
     }[alarm["what"]]
     return f"the {what} of the ranks differ before step 1: {_few(names)}\n{_table(['rank', *names[:6]], rows)}\n{fix}"
 
@@ -1143,6 +1832,7 @@ def _report_weights(alarm: Finding, answers: Answers, world_size: int) -> str:
         size, name, rank = largest
         lines.append(f"  largest difference: {size:.3g} in {name}, rank {rank} against rank {min(answers)}")
     first = next((rank["unsynchronised"] for rank in ranks if rank["unsynchronised"]), 0)
+    changed = alarm["changed"]
     calls = [rank["calls"] for rank in ranks]
     evidence = [
         [n, c["wrapper"], c["synchronised"], c["module"], r["lr"]] for n, (r, c) in enumerate(zip(ranks, calls, strict=True))
@@ -1172,6 +1862,15 @@ def _report_weights(alarm: Finding, answers: Answers, world_size: int) -> str:
     elif any(rank["lr"] != ranks[0]["lr"] for rank in ranks):
         lines.append(_table(["rank", "learning rates"], [[n, rank["lr"]] for n, rank in enumerate(ranks)]))
         cause = "The learning rates differ: a scheduler follows a number of its own rank. Fix: average it over the ranks first."
+    elif changed:
+        scale = changed["factors"]
+        if scale is not None:
+            rows = [[rank, f"{factor:.4g}"] for rank, factor in enumerate(scale)]
+            lines.append(_table(["rank", "gradient that the optimizer used, times what backward had left"], rows))
+        cause = (
+            f"The gradients of step {bad} were alike on all ranks after backward. They were changed before the optimizer\n"
+            f"used them: {_few(changed['names'])}. Fix: do on all ranks alike what scales, clips or sets gradients."
+        )
     else:
         one = [group[0] for group in groups if len(group) == 1]
         who = f"rank {one[0]}" if len(one) == 1 and len(groups) > 1 and world_size > 2 else "one rank"
@@ -1199,6 +1898,81 @@ def _largest(answers: Answers) -> tuple[float, str, int] | None:
         if name in have[other] and have[other][name].shape == have[first][name].shape and have[first][name].numel()
     ]
     return max(found, default=None)
+
+
+def _report_reduction(alarm: Finding, answers: Answers, world_size: int) -> str:
+    scale, hook = alarm["factors"], alarm["hook"]
+    by = f"the communication hook {hook}" if hook else "DDP's own reduction"
+    cause = f"It was made by {by}, and changed before backward had ended."
+    what = "is not the mean of the ranks' own gradients"
+    if scale is not None:
+        what = f"is {_few(sorted({f'{factor:.4g}' for factor in scale}))} times the mean of the ranks' own gradients"
+        near = [round(math.log(abs(factor), world_size), 3) if factor else math.nan for factor in scale]
+        if set(near) == {-1.0}:
+            what = f"{what}: averaged twice"
+            cause = f"The gradients are divided by the number of ranks twice, in {by}. Fix: divide once."
+        elif set(near) == {1.0}:
+            what = f"{what}: summed"
+            cause = f"The gradients are added up by {by} and not divided by the number of ranks. Fix: divide them by it."
+        else:
+            cause = f"The gradients are scaled by {by}. Fix: leave what backward has averaged as it is."
+        if alarm["after"]:
+            cause = (
+                "DDP has averaged the gradients in backward. The script has added them up over the ranks once more.\n"
+                "Fix: leave out the all_reduce of gradients after backward."
+            )
+    elif alarm["kept"]:
+        what = f"{what}: each rank has kept its own"
+        cause = f"The gradients are not averaged by {by}. Fix: let the hook return the mean over the ranks."
+    rows = [[rank, f"{factor:.6g}"] for rank, factor in enumerate(scale)] if scale is not None else []
+    return "\n".join(
+        [
+            f"the gradient of step {alarm['step']} {what}",
+            f"  tensors: {alarm['count']} of {alarm['of']}: {_few(alarm['names'])}",
+            *([_table(["rank", "times the mean"], rows)] if rows else []),
+            "The ranks' weights may stay equal all the same, and take other steps than the learning rate says.",
+            cause,
+            "If it is meant: ReplicaGuard(..., reduction=False).",
+        ]
+    )
+
+
+def _report_modules(alarm: Finding, answers: Answers, world_size: int) -> str:
+    rows = [[rank, *row] for rank, row in enumerate(alarm["rows"])]
+    names = alarm["names"]
+    switched = any(name.endswith(" training") for name in names)
+    cause = "A module in eval() uses no dropout and the running statistics of BatchNorm. " if switched else ""
+    fix = (
+        "call ddp_model.train() on all ranks before each epoch"
+        if switched
+        else "configure the model in the same way on all ranks"
+    )
+    return (
+        f"modules have other settings on some ranks, in the forward of step {alarm['step']}: {_few(names)}\n"
+        f"{_table(['rank', *names[:6]], rows)}\n{cause}Fix: {fix}."
+    )
+
+
+def _report_optimizer(alarm: Finding, answers: Answers, world_size: int) -> str:
+    table = _table(["optimizer", "group", "parameters", "of them not the model's"], alarm["rows"])
+    which = "nothing of the model" if alarm["nothing"] else f"not all of the model: {alarm['count']} of {alarm['of']} parameters"
+    return (
+        f"the optimizer trains {which}{'' if alarm['nothing'] else ' are left out'} (found after step {alarm['step']})\n{table}\n"
+        f"  with a gradient, and in no optimizer: {_few(alarm['untrained'])}\n"
+        "The parameters that are not the model's had no gradient: nobody uses them. They were the model's before it was copied\n"
+        "or converted, or before a layer was replaced.\n"
+        "Fix: make the optimizer last, from the model that is trained: SGD(ddp_model.parameters(), ...)."
+    )
+
+
+def _report_ended(alarm: Finding, answers: Answers, world_size: int) -> str:
+    rows = [[rank, own["step"], own["phase"], own.get("ended with") or "waits"] for rank, (own, _) in answers.items()]
+    return (
+        f"rank {alarm['who']} has ended in step {alarm['at']}: {alarm['what']}\n"
+        f"{_table(['rank', 'steps made', 'phase', 'state'], rows)}\n"
+        f"Rank {alarm['by']} has waited {alarm['waited']:.0f} s for it, and would for ever. Look at the output of rank "
+        f"{alarm['who']} for its traceback."
+    )
 
 
 def _report_whole_set(alarm: Finding, answers: Answers, world_size: int) -> str:
@@ -1302,7 +2076,8 @@ def _report_not_finite(alarm: Finding, answers: Answers, world_size: int) -> str
     rows = []
     for rank, (facts, _) in answers.items():
         numbers = [number for batch in facts.get("samples") or [] for number in batch]
-        output = facts.get("output", -1)
+        output = facts.get("output")
+        output = -1 if output is None else output
         said = (
             "not finite"
             if output == alarm["bad"]
@@ -1324,6 +2099,9 @@ def _report_not_finite(alarm: Finding, answers: Answers, world_size: int) -> str
 
 def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
     facts = {rank: own for rank, (own, _) in answers.items()}
+    ended = [
+        f"rank {rank} has ended or handles an exception: {o['ended with']}" for rank, o in facts.items() if o.get("ended with")
+    ]
     silent = [rank for rank, own in facts.items() if own.get("silent")]
     busy = [rank for rank, own in facts.items() if not own.get("silent") and not own["waits"]]
     early = [rank for rank, own in facts.items() if own["phase"].startswith(_WAITS)]
@@ -1345,6 +2123,7 @@ def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:
         + ("no answer: stopped, killed or stuck outside of Python" if rank in silent else "\n" + _inner(own["stack"]))
         for rank, own in facts.items()
     ]
+    stacks = [*ended, *stacks]
     step = facts[waiting[0]]["step"]
     return (
         f"{head}: rank {_few(waiting)} has waited {alarm['waited']:.0f} s in step {step + 1}\n"
@@ -1378,6 +2157,10 @@ def _inner(stack: str, *, most: int = 10) -> str:
 _REPORTS: dict[str, Callable[[Finding, Answers, int], str]] = {
     "start": _report_start,
     "weights": _report_weights,
+    "reduction": _report_reduction,
+    "modules": _report_modules,
+    "optimizer": _report_optimizer,
+    "ended": _report_ended,
     "whole-set": _report_whole_set,
     "overlap": _report_overlap,
     "repeats": _report_repeats,
