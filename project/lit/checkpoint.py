@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from project.core.checkpoint import RECORD, copy_atomic, write_atomic
+from project.core.ruin import scores
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
@@ -54,7 +55,7 @@ class Last(Checkpoint):
 
 
 class Best(ModelCheckpoint):
-    """checkpoints/best.ckpt: the highest validation top-1; the first of equals.
+    """checkpoints/best.ckpt: the highest validation top-1; the first of equals. One with a loss of NaN or infinity never counts.
 
     A resumed run begins with the best of the run that it goes on from.
     """
@@ -62,6 +63,9 @@ class Best(ModelCheckpoint):
     def __init__(self) -> None:
         super().__init__(filename="best", monitor="val/top1", mode="max", enable_version_counter=False)
         self.inherited: Path | None = None
+
+    def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
+        return scores(trainer.callback_metrics) and super().check_monitor_top_k(trainer, current)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = Path(state_dict["best_model_path"])
@@ -128,13 +132,16 @@ def _best(trainer: Trainer) -> dict[str, Any]:
 
 
 class EqualBuffers(Callback):
-    """BatchNorm's running statistics made equal on all ranks, as rank 0 has them, before validation and before saving.
+    """BatchNorm's running statistics made equal on all ranks, as rank 0 has them, before validation, saving and an epoch's end.
 
     They differ after every training step. DDP itself copies rank 0's before the next training forward, so this changes
     neither the training nor what rank 0 saves; it makes the live model on every rank the one that was saved.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._broadcast(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._broadcast(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
