@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from project.core.errors import UserError, WriteError
+from project.core.ruin import check_loaded
 
 _PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
@@ -157,7 +158,12 @@ def _is_whole(path: Path) -> bool:
 
 
 def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict[str, Tensor]:
-    """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add."""
+    """The tensors of a plain state dict, or of one under the usual keys, without the prefixes that wrappers add.
+
+    Raises:
+        UserError: it is none of a ResNet.
+        Ruined: a tensor holds NaN or an infinity.
+    """
     for key in ("state_dict", "model", "state_dict_ema"):
         if isinstance(content.get(key), dict):
             content = content[key]
@@ -166,4 +172,5 @@ def extract_state_dict(content: dict[str, Any], *, path: str, flag: str) -> dict
     if "fc.weight" not in tensors or "conv1.weight" not in tensors:
         found = ", ".join(list(tensors)[:3]) or "no tensor"
         raise UserError(f"{flag} {path} holds no ResNet as torchvision and timm name it (found {found}).")
+    check_loaded(tensors, path=path, flag=flag)
     return tensors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
-from project.core.checkpoint import RECORD, read_checkpoint
+from project.core.checkpoint import RECORD, extract_state_dict, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.device import fast_precision, find_device, find_ranks
 from project.core.errors import NothingToDo, UserError
@@ -147,7 +147,9 @@ def check_resume(
     Returns:
         Lines that say where it goes on, and what is set otherwise than then: the settings of this run count.
     """
-    record = read_checkpoint(path)[RECORD]
+    content = read_checkpoint(path)
+    extract_state_dict(content, path=path, flag="--ckpt_path")  # which refuses weights that are not finite
+    record = content[RECORD]
     flag = f"--ckpt_path {path}"
     check_classes(record, splits, flag=flag)
     if record["model"]["arch"] != config.arch:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from project.core.files import replacing
+from project.core.ruin import scores
 
 
 def draw_curves(history: list[dict[str, float]], path: Path) -> None:
@@ -28,8 +29,9 @@ def draw_curves(history: list[dict[str, float]], path: Path) -> None:
         accuracy.plot(averaged, [100 * value for value in ema], color="C3", marker="o", markersize=3, label="moving average")
         accuracy.legend(frameon=False)
     accuracy.set(title="validation top-1 (%)", ylim=(0, 102))
-    if top1:
-        best = max(range(len(top1)), key=top1.__getitem__)
+    scored = [k for k, row in enumerate(row for row in history if "val/top1" in row) if scores(row)]
+    if scored:
+        best = max(scored, key=top1.__getitem__)
         accuracy.annotate(
             f"{100 * top1[best]:.1f} %",
             (steps[best], 100 * top1[best]),

@@ -51,13 +51,9 @@ def find_ranks(devices: int | str | list[int], *, device_type: str) -> list[int]
     if chosen is None:
         chosen = list(range(gpus if str(devices) in ALL_GPUS else _count(devices)))
         if len(chosen) > gpus:
-            raise UserError(
-                f"--devices {devices}: {there}. Give at most {gpus}, or --accelerator cpu."
-            )
+            raise UserError(f"--devices {devices}: {there}. Give at most {gpus}, or --accelerator cpu.")
     if not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= gpus:
-        raise UserError(
-            f"--devices {devices}: {there}. Name each of them once, with numbers from 0."
-        )
+        raise UserError(f"--devices {devices}: {there}. Name each of them once, with numbers from 0.")
     return chosen
 
 

@@ -114,7 +114,7 @@ def report_failure(error: BaseException) -> int:
             _write(_errors / f"rank-{_rank()}.json", text, code)
     if started_by_us():
         _write(Path(os.environ[ERROR_FILE]), text, code)
-    elif code == 1 or is_first_rank():
+    elif (code == 1 and not getattr(report, "same_on_all_ranks", False)) or is_first_rank():
         sys.stderr.write(text)
     elif code:
         time.sleep(GRACE_S * 3)  # torchrun ends all ranks when the first has ended: let rank 0 speak

@@ -5,9 +5,10 @@
     {"event": "start", "trainer": "lit" or "raw", "rank", "world_size", "environment": {...}, "settings": {...}}
     {"event": "step", "step", "epoch", "lr": [per parameter group], "batches": [{"index", "images", "target", "logits",
         "loss"} per accumulated batch], "local", "reduced", "weights", "optimizer", "buffers": {name: tensor}}
-    {"event": "validation", "epoch", "step", "metrics": {...}, "batches": [{"images", "logits"}]}
+    {"event": "validation", "epoch", "step", "metrics": {...}, "batches": [{"images", "logits"}]}; with "training": true in a
+        batch whose forward was in training mode
     {"event": "checkpoint", "name", "keys": [of the file], "state_dict": {name: tensor}, "record": {key: value or tensor}}
-    {"event": "end", "steps"}
+    {"event": "end", "steps", "ruined": whether it was ended because its weights are not finite}
 
 `step` counts optimizer steps from 0 over the whole training. `images` are what the network got, normalised. `local` is a
 rank's own gradient of the whole step, before the ranks are averaged; `reduced` is what the average is, before clipping (with

@@ -129,8 +129,10 @@ class Recorder:
         self._batches.append({"index": batch[2].tolist()})
 
     def _forward(self, model: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
-        seen = {"images": digest(inputs[0]), "logits": digest(logits)}
-        if model.training:
+        seen: dict[str, Any] = {"images": digest(inputs[0]), "logits": digest(logits)}
+        if model.training and not (self._batches and "logits" not in self._batches[-1]):
+            self._val_batches.append({**seen, "training": True})  # of no batch of the loader's: a forgotten eval(), say
+        elif model.training:
             self._batches[-1].update(seen)
             if self._step == self._until:
                 self._kept.setdefault("images", []).append(inputs[0].clone())
@@ -139,7 +141,8 @@ class Recorder:
             self._val_batches.append(seen)
 
     def _loss(self, criterion: nn.Module, inputs: tuple[Tensor, Tensor], loss: Tensor) -> None:
-        self._batches[-1].update(target=digest(inputs[1]), loss=loss.item())
+        if self._batches:  # else of an evaluation, whose metrics are recorded
+            self._batches[-1].update(target=digest(inputs[1]), loss=loss.item())
 
     def _gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -209,7 +212,7 @@ class Recorder:
         state = {name: digest(value, sketched=False) for name, value in tensors.items()}
         self._write("checkpoint", name=Path(path).name, keys=sorted(content), state_dict=state, record=record)
 
-    def close(self) -> None:
-        """A file without this last line is of a run that did not end well."""
-        self._write("end", steps=self._steps)
+    def close(self, *, ruined: bool = False) -> None:
+        """A file without this last line is of a run that did not end well; that of a ruined training is whole up to its end."""
+        self._write("end", steps=self._steps, ruined=ruined)
         self._file.close()

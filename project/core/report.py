@@ -8,6 +8,7 @@ from project.core.config import DIGITS, DataConfig, ModelConfig
 from project.core.index import Splits
 from project.core.plan import BatchPlan
 from project.core.preparing.record import read_record, record_line
+from project.core.ruin import scores
 from project.core.words import count
 
 
@@ -95,9 +96,10 @@ def status(row: Mapping[str, float]) -> str:
 
 def epoch_line(loss: float | None, metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
     """The mean training loss, the validation, and how fast the epoch was; the validation alone where nothing was trained."""
+    validated = f"val loss {float(metrics['val/loss']):.3f}, {accuracy(metrics)}, {seconds:.0f} s"
     if loss is None:
-        return f"{accuracy(metrics)}, {seconds:.0f} s"
-    return f"loss {loss:.3f}, {accuracy(metrics)}, {seconds:.0f} s, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
+        return validated
+    return f"loss {loss:.3f}, {validated}, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
 
 
 def replaced_line(number: int, example: str | None) -> str:
@@ -116,9 +118,12 @@ def interrupted_line(name: str, checkpoint: Path | None, *, step: int) -> str:
 def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:
     """The best top-1, and the files that a person will look for, of those that are there."""
     lines = []
-    tops = [row for row in history if "val/top1" in row]
-    for name, words in (("val/top1", "best top-1"), ("val/ema_top1", "best top-1 of the average")):
-        scored = [row for row in tops if name in row]
+    for prefix, words in (("val/", "best top-1"), ("val/ema_", "best top-1 of the average")):
+        name = f"{prefix}top1"
+        validated = [row for row in history if name in row]
+        scored = [row for row in validated if scores(row, prefix=prefix)]
+        if validated and not scored:
+            lines.append(f"{words}: none, since no validation had a finite loss")
         if scored:
             best = max(scored, key=lambda row: row[name])
             counted = count(int(best["val/images"]), "image")

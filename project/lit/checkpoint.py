@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from project.core.checkpoint import RECORD, copy_atomic, find_best, write_atomic
 from project.core.image_list import describe_images
+from project.core.ruin import scores
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
@@ -57,7 +58,7 @@ class Last(Checkpoint):
 
 
 class Best(ModelCheckpoint):
-    """checkpoints/best.ckpt: the highest validation top-1; the first of equals.
+    """checkpoints/best.ckpt: the highest validation top-1; the first of equals. One with a loss of NaN or infinity never counts.
 
     A resumed run begins with the best of the run that it goes on from.
     """
@@ -69,6 +70,9 @@ class Best(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.resumed_from = trainer.ckpt_path
+
+    def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
+        return scores(trainer.callback_metrics) and super().check_monitor_top_k(trainer, current)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = find_best(state_dict["best_model_path"], ckpt_path=self.resumed_from)
@@ -137,13 +141,16 @@ def _best(trainer: Trainer) -> dict[str, Any]:
 
 
 class EqualBuffers(Callback):
-    """BatchNorm's running statistics made equal on all ranks, as rank 0 has them, before validation and before saving.
+    """BatchNorm's running statistics made equal on all ranks, as rank 0 has them, before validation, saving and an epoch's end.
 
     They differ after every training step. DDP itself copies rank 0's before the next training forward, so this changes
     neither the training nor what rank 0 saves; it makes the live model on every rank the one that was saved.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._broadcast(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._broadcast(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

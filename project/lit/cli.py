@@ -28,6 +28,7 @@ from project.lit.no_profiler import NoProfiler
 from project.lit.progress import TrainingProgress
 from project.lit.recording import Recording
 from project.lit.report import ClosingLine, ReportFailure
+from project.lit.ruin import RefuseRuin
 from project.lit.run_folder import RunFolder
 
 
@@ -102,7 +103,8 @@ class TrainCLI(LightningCLI):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
         recording = [] if self.record is None else [Recording(self.record)]
         averages = self.config.model.ema_decay is not None
-        config.callbacks = [*default_callbacks(config, given, ema=averages), *recording, *self._guard(), *given]
+        ruin = [RefuseRuin(self.config.ckpt_path)] if self.command == "fit" else []
+        config.callbacks = [*default_callbacks(config, given, ema=averages), *ruin, *recording, *self._guard(), *given]
         if self.command == "fit":
             last = next((callback for callback in config.callbacks if isinstance(callback, Last)), None)
             config.callbacks.append(Interruption(self.config_init.checkpoint, last))

@@ -16,14 +16,24 @@ from project.core.data import IGNORE
 from project.core.late import Late
 
 
+class Accuracy(MulticlassAccuracy):
+    """An image whose logits are not all finite counts, and is no hit: torchmetrics takes NaN for the largest logit."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        lost = ~preds.isfinite().all(dim=1) & (target != IGNORE)
+        super().update(preds, torch.where(lost, IGNORE, target))
+        assert isinstance(self.fn, Tensor)
+        self.fn = torch.cat([self.fn[:1] + lost.sum(), self.fn[1:]])  # one number, or one for each class, which are added up
+
+
 class ValMetrics(nn.Module):
     """Loss, top-1, top-5 and images of an evaluation, as sums: padding counts nowhere, and torchmetrics adds the ranks."""
 
     def __init__(self, *, num_classes: int) -> None:
         super().__init__()
         counted: dict[str, Any] = {"num_classes": num_classes, "average": "micro", "ignore_index": IGNORE}
-        self.top1 = MulticlassAccuracy(**counted, top_k=1, validate_args=False)
-        self.top5 = MulticlassAccuracy(**counted, top_k=min(5, num_classes), validate_args=False)
+        self.top1 = Accuracy(**counted, top_k=1, validate_args=False)
+        self.top5 = Accuracy(**counted, top_k=min(5, num_classes), validate_args=False)
         self.loss = MeanMetric(nan_strategy=math.nan)  # a NaN stays one; "disable" would ignore the weights as well
         self.images = SumMetric(nan_strategy="disable")
 

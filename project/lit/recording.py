@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from project.core.recorder import Recorder
+from project.core.ruin import Ruined
 from project.lit.module import Classifier
 
 
@@ -48,6 +49,10 @@ class Recording(Callback):
         if not trainer.sanity_checking:
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
             self.recorder.validation(metrics, epoch=trainer.current_epoch, step=trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Ruined) and hasattr(self, "recorder"):
+            self.recorder.close(ruined=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.recorder.close()

@@ -2,7 +2,7 @@
 
 from project.parity.noise import Noise
 from project.parity.pairs import PAIRS, check_same, compare_pair
-from project.parity.promises import check_finite, check_ranks_equal, check_samples, check_validation, check_windows
+from project.parity.promises import check_finite, check_modes, check_ranks_equal, check_samples, check_validation, check_windows
 from project.parity.reduction import check_reduction
 from project.parity.run import PHASES, CannotTell, Finding, Run, broken
 
@@ -31,7 +31,7 @@ def compare_runs(a: Run, b: Run, *, alike: bool = True, noise: Noise | None = No
     for side, run in (("a", a), ("b", b)):
         findings += [check_windows(run, side), *check_samples(run, side), check_finite(run, side), *check_reduction(run, side)]
         findings += check_ranks_equal(run, side) if run.world_size > 1 else []
-        findings += [check_validation(run, side)] if run.events(0, "validation") else []
+        findings += [check_modes(run, side), check_validation(run, side)] if run.events(0, "validation") else []
     return findings
 
 

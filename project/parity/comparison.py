@@ -14,6 +14,7 @@ from project.core.errors import UserError
 from project.core.record import TENSORS, UNTIL, tensor_file
 from project.parity.checks import compare_runs, first_difference
 from project.parity.noise import LIMIT, Noise, measure_noise
+from project.parity.promises import FINITE
 from project.parity.run import CannotTell, Finding, Run, load_run
 from project.parity.sizes import Size, measure_checkpoints, measure_step, repeats
 from project.parity.trainers import LIGHTNING, RAW, Trained, start, train
@@ -245,8 +246,8 @@ def _measured(request: Request, stage: Stage, trained: list[Trained], arguments:
     if first.phase == "checkpoint" and all(each.checkpoint for each in trained):
         sizes = list(measure_checkpoints(*[each.checkpoint for each in trained if each.checkpoint]))
         return replace(stage, sizes=sizes)
-    if first.step is None or first.phase in ("environment", "metric", "checkpoint"):
-        return stage
+    if first.step is None or first.phase in ("environment", "metric", "checkpoint") or first.check == FINITE:
+        return stage  # nothing in the step's tensors differs between the two
     step, world_size = first.step, stage.a.world_size
     folders = [request.out / f"{each.folder.name}-to-step-{step}" for each in trained]
     with _progress(f"both repeated up to step {step}, to measure the difference", quiet=request.quiet):

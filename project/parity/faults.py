@@ -136,6 +136,11 @@ FAULTS = (
         *(PLAIN, "metric", 2, (Patch(trainer, "ValMetrics", lambda _: mistakes.MeanOfBatches),)),
     ),
     Fault(
+        "no-eval",
+        "Validation leaves the network in training mode: BatchNorm uses the batch's statistics, and learns from it.",
+        *(PLAIN, "metric", 2, (Patch(Trainer, "validate", mistakes.never_eval),)),
+    ),
+    Fault(
         "validation-of-module",
         "Validation calls the module in place of its wrapper, on each rank with that rank's own buffers.",
         *(PLAIN, "metric", 2, (Patch(Trainer, "validate", mistakes.validate_module),)),

@@ -288,6 +288,16 @@ def validate_module(original: Callable[..., dict[str, float]]) -> Callable[..., 
     return validate
 
 
+def never_eval(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Validates in training mode."""
+
+    def validate(self: Trainer, limit: int | None = None) -> dict[str, float]:
+        with mock.patch.object(self.model, "eval", nothing):
+            return original(self, limit)
+
+    return validate
+
+
 def skip_step(original: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     def step(self: Trainer) -> None:
         skips = self.place.step == 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from project.core.record import read_sketch
 from project.parity.differences import nested_difference, tensors_difference
-from project.parity.run import Event, Finding, Run
+from project.parity.run import PHASES, Event, Finding, Run
 
 
 def _side_by_side(run: Run, kind: str) -> Iterator[tuple[float, list[Event]]]:
@@ -120,33 +120,48 @@ def _order(given: dict[int, list[list[int]]], began: dict[int, int], side: str) 
 
 # Numbers
 
+FINITE = "finite"  # the name of the check
+
 
 def check_finite(run: Run, side: str) -> Finding:
     """No NaN and no infinity in a loss, gradient, weight or buffer: equal bits would say nothing."""
     compared = 0
     for time, events in _side_by_side(run, "step"):
+        bad: list[tuple[str, int, str]] = []  # phase, rank, words
         for rank, event in enumerate(events):
-            where: dict[str, Any] = {"step": event["step"], "rank": rank, "side": side, "time": time}
-            for batch in event["batches"]:
-                compared += 1
-                if not math.isfinite(batch["loss"]):
-                    return Finding("finite", False, "forward", compared, f"the loss is {batch['loss']}", **where)
+            compared += len(event["batches"]) + sum(len(event[part]) for part in _FINITE)
+            losses = [batch["loss"] for batch in event["batches"] if not math.isfinite(batch["loss"])]
+            bad += [("forward", rank, f"the loss is {loss}") for loss in losses[:1]]
             for part, phase in _FINITE.items():
-                for name, tensor in event[part].items():
-                    compared += 1
-                    if not np.isfinite(read_sketch(tensor)).all():
-                        return Finding("finite", False, phase, compared, f"{name} is not finite in {part}", **where)
+                names = [name for name, tensor in event[part].items() if not np.isfinite(read_sketch(tensor)).all()]
+                bad += [(phase, rank, f"{name} is not finite in {part}") for name in names[:1]]
+        if bad:
+            phase, rank, how = min(bad, key=lambda each: (PHASES.index(each[0]), each[1]))  # the cause, on whichever rank
+            return Finding(FINITE, False, phase, compared, how, events[rank]["step"], rank, side, time)
     for time, events in _side_by_side(run, "validation"):
         for rank, event in enumerate(events):
-            bad = next((name for name, value in event["metrics"].items() if not math.isfinite(value)), None)
+            worst = next((name for name, value in event["metrics"].items() if not math.isfinite(value)), None)
             compared += len(event["metrics"])
-            if bad is not None:
-                how = f"{bad} is {event['metrics'][bad]}"
-                return Finding("finite", False, "metric", compared, how, int(time), rank, side, time)
-    return Finding("finite", compared > 0, "forward", compared, "no NaN, no infinity", side=side)
+            if worst is not None:
+                how = f"{worst} is {event['metrics'][worst]}"
+                return Finding(FINITE, False, "metric", compared, how, int(time), rank, side, time)
+    return Finding(FINITE, compared > 0, "forward", compared, "no NaN, no infinity", side=side)
 
 
 _FINITE = {"local": "local gradient", "reduced": "reduced gradient", "weights": "update", "buffers": "buffers"}
+
+
+def check_modes(run: Run, side: str) -> Finding:
+    """No forward of a validation, or between two steps, in training mode: it would change BatchNorm's statistics."""
+    check, compared = "evaluation mode", 0
+    for time, events in _side_by_side(run, "validation"):
+        for rank, event in enumerate(events):
+            compared += len(event["batches"])
+            number = next((k for k, batch in enumerate(event["batches"]) if batch.get("training")), None)
+            if number is not None:
+                how = f"the forward of batch {number} was in training mode"
+                return Finding(check, False, "metric", compared, how, int(time), rank, side, time)
+    return Finding(check, compared > 0, "metric", compared, "every validation", side=side)
 
 
 # Ranks

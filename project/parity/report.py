@@ -14,7 +14,7 @@ from project.core.record import OF_THE_RUN
 from project.parity.comparison import Outcome, Stage
 from project.parity.pairs import OWN_KEYS
 from project.parity.pictures import LEFT, RIGHT, TOP, WIDTH, draw_losses, draw_samples
-from project.parity.verdict import CAUSES, explain, headline, merged_rows, not_shown, shown
+from project.parity.verdict import causes, explain, headline, merged_rows, not_shown, shown
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
         "steps": stage.a.steps,
         "seconds_as_recorded": stage.seconds,
         "findings": [_plain(asdict(finding)) for finding in stage.findings],
-        "first": None if stage.first is None else {**_plain(asdict(stage.first)), "causes": CAUSES[stage.first.phase]},
+        "first": None if stage.first is None else {**_plain(asdict(stage.first)), "causes": causes(stage)},
         "explained": [] if stage.first is None else explain(stage),
         "sizes": [_plain(asdict(size)) for size in stage.sizes],
     }
@@ -64,7 +64,7 @@ def as_html(outcome: Outcome) -> str:
         not_shown=not_shown(outcome),
         differing=differing,
         explained=explain(differing) if differing else [],
-        causes=CAUSES[differing.first.phase] if differing and differing.first else (),
+        causes=causes(differing) if differing else (),
         table=merged_rows(outcome),
         pictured=main,
         losses=draw_losses(main.a, main.b),

@@ -24,7 +24,7 @@ _STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE")
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that ended well.
+    """A training that ended well, or itself because its weights were not finite any more.
 
     Attributes:
         run: What it recorded.
@@ -65,9 +65,15 @@ def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, nam
     code = start(command, arguments, folder, timeout=timeout, **env)
     if code is None:
         raise CannotTell(f"The {name} took more than {timeout:.0f} s (--timeout). Its output so far:\n{last_lines(folder)}")
-    if code != 0:
+    if code != 0 and not _ended_ruined(folder / "record"):
         raise CannotTell(f"The {name} ended with exit code {code}. Its own message:\n{last_lines(folder)}")
     return Trained(load_run(folder / "record", name=name), folder, time.monotonic() - started)
+
+
+def _ended_ruined(record: Path) -> bool:
+    """Whether it ended itself, on all ranks, because its weights were not finite any more: what it recorded can be judged."""
+    ends = [path.read_text(encoding="utf-8").splitlines()[-1:] for path in record.glob("rank-*.jsonl")]
+    return bool(ends) and all(end and '"ruined": true' in end[0] for end in ends)
 
 
 def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, timeout: float, **env: str) -> int | None:

@@ -3,10 +3,11 @@
 import math
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from project.parity.comparison import Outcome, Stage
 from project.parity.noise import FACTOR, LIMIT, Noise
+from project.parity.promises import FINITE
 from project.parity.reduction import EXACTLY
 from project.parity.run import Finding
 from project.parity.sizes import Size
@@ -50,6 +51,7 @@ CAUSES = {
         "another forward in between: a sanity check, a validation in train mode",
     ),
     "metric": (
+        "a forgotten eval(): the validation in training mode",
         "padded samples counted, or an average of batches of unequal size",
         "sums over ranks in float32, whose last bit depends on the order",
         "validation through the bare module, with each rank's own buffers",
@@ -60,6 +62,12 @@ CAUSES = {
         "averaged weights stored in the place of the live ones",
     ),
 }
+
+NOT_FINITE = (
+    "the rate: too high, or without a warm-up (--model.lr, --model.warmup_epochs), or gradients that need clipping",
+    "the precision: an overflow of 16 bits (--trainer.precision)",
+    "the data: an image or a target that is no number, or a loss with a logarithm or a division by 0",
+)
 
 SHARED = "That the code which both share is right: model, transforms, recipe, record."
 
@@ -136,6 +144,8 @@ def headline(outcome: Outcome) -> str:
     first = stage.first
     assert first is not None
     at = "" if first.step is None else f" from step {first.step}" if math.isfinite(first.time) else ""
+    if in_both(stage) and first.check == FINITE:
+        return f"NaN or infinity in both{at}: {first.phase}"
     return f"Not equivalent{at}: {first.phase}"
 
 
@@ -202,6 +212,20 @@ def not_shown(outcome: Outcome) -> list[str]:
     return limits
 
 
+def in_both(stage: Stage) -> bool:
+    """Whether the two are equal up to where both break the same promise, which is no difference between them."""
+    first = stage.first
+    alike = [each for each in stage.findings if first is not None and each.check == first.check and each.failed]
+    return len(alike) == 2 and all(replace(each, side="") == replace(alike[0], side="") for each in alike)
+
+
+def causes(stage: Stage) -> tuple[str, ...]:
+    """What usually leads to this first difference."""
+    first = stage.first
+    assert first is not None
+    return NOT_FINITE if first.check == FINITE else CAUSES[first.phase]
+
+
 def explain(stage: Stage) -> list[str]:
     """The first difference in words."""
     first = stage.first
@@ -210,15 +234,21 @@ def explain(stage: Stage) -> list[str]:
     if math.isfinite(first.time) and first.time != first.step:
         where = f"after step {first.step}"
     rank = "" if first.rank is None else f", rank {first.rank}"
-    who = {"a": f"In the {stage.a.name}", "b": f"In the {stage.b.name}", "": "Between the two"}[first.side]
+    both = in_both(stage)
+    who = (
+        "In both, which are equal up to there"
+        if both
+        else {"a": f"In the {stage.a.name}", "b": f"In the {stage.b.name}", "": "Between the two"}[first.side]
+    )
     words = f"{first.check}: {first.detail}" if first.side else f"{first.check} {first.detail}"
     lines = [f"{who}, {where}{rank}, phase {first.phase}: {words}."]
     for each in stage.findings:
-        if each.failed and each is not first and (each.time, each.phase) == (first.time, first.phase):
+        repeated = both and each.check == first.check
+        if each.failed and each is not first and not repeated and (each.time, each.phase) == (first.time, first.phase):
             lines.append(f"There, too: {each.check}: {each.detail}.")
     lines += [size_line(size) for size in stage.sizes]
     lines += [stage.remark] if stage.remark else []
-    later = sum(finding.failed for finding in stage.findings) - 1
+    later = sum(finding.failed for finding in stage.findings) - 1 - both
     if later:
         lines.append(f"{later} other check{'s' * (later > 1)} fail{'s' * (later == 1)} as well; what follows is no news.")
     return lines
@@ -252,7 +282,7 @@ def lines(outcome: Outcome, report: str) -> Iterator[str]:
         for line in explain(stage_):
             yield from wrap(line)
         yield "Usual causes:"
-        for cause in CAUSES[stage_.first.phase]:
+        for cause in causes(stage_):
             yield from wrap(f"- {cause}", more="  ")
     yield "Not shown:"
     for line in not_shown(outcome):

@@ -12,6 +12,7 @@ from project.core.checkpoint import RECORD, copy_atomic, find_best
 from project.core.ema import EMA
 from project.core.image_list import describe_images
 from project.core.optim import follow_recipe, recipe_of
+from project.core.ruin import scores
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
 
@@ -40,9 +41,12 @@ class Place:
         self.epoch, self.batches, self.complete = self.epoch + 1, 0, False
 
     def is_best(self, path: Path) -> bool:
-        """Whether the newest validation has the highest top-1, the first of equals; then `path` is the best checkpoint."""
+        """Whether the newest validation has the highest top-1, the first of equals; then `path` is the best checkpoint.
+
+        One whose loss is NaN or infinite never has it.
+        """
         top1 = self.metrics.get("val/top1", 0.0)
-        better = not self.best or top1 > self.best["top1"]
+        better = scores(self.metrics) and (not self.best or top1 > self.best["top1"])
         if better:
             self.best = {"path": str(path), "top1": top1}
         return better

@@ -24,6 +24,7 @@ class ValMetrics:
         loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none").double()
         counts = (target != IGNORE).double()
         hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
+        hits &= logits.isfinite().all(dim=1, keepdim=True)  # topk takes NaN for the largest, and so for a hit
         top1, top5 = hits[:, 0].double(), hits.any(dim=1).double()
         self.sums += torch.stack([(loss * counts).sum(), (top1 * counts).sum(), (top5 * counts).sum(), counts.sum()])
 

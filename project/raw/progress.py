@@ -38,5 +38,9 @@ class Progress:
         line = epoch_line(self.metrics.epoch_loss, values, seconds=seconds, images_per_s=images_per_s, wait=wait)
         self.bar.print(f"{self.epoch}: {line}")
 
+    def note(self, line: str) -> None:
+        """Said without a progress bar, too."""
+        self.bar.console.print(line, markup=False)
+
     def close(self) -> None:
         self.bar.close()

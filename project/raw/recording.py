@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from project.core.recorder import Recorder
+from project.core.ruin import Ruined
 from project.raw.trainer import Trainer
 
 
@@ -11,7 +12,11 @@ class RecordedTrainer(Trainer):
     """Trains as Trainer does; tells a recorder what hooks cannot see."""
 
     def fit(self, ckpt_path: str | None) -> None:
-        super().fit(ckpt_path)
+        try:
+            super().fit(ckpt_path)
+        except Ruined:
+            self.recorder.close(ruined=True)
+            raise
         self.recorder.close()
 
     def record_to(self, folder: str, settings: dict[str, Any]) -> None:

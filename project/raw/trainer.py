@@ -15,6 +15,7 @@ from project.core.ema import build_ema
 from project.core.mixing import Mixing
 from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
 from project.core.plan import count_epochs, count_steps, limit_batches
+from project.core.ruin import Advice, StateCheck, training_tensors, unusable_line
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
@@ -49,11 +50,13 @@ class Trainer:
 
     def fit(self, ckpt_path: str | None) -> None:
         """Train to the last epoch or step, from the start or from a checkpoint."""
+        self.ckpt_path = ckpt_path
         self.setup()
         if ckpt_path is not None:
             self.resume(ckpt_path)
         else:
             self.sanity_check()
+        self.refuse_ruin()
         with closing(self.progress), closing(self.logger), closing(self.interruption.begin(self.save_checkpoints)):
             while not self.done:
                 self.train_epoch()
@@ -98,6 +101,7 @@ class Trainer:
         epochs = count_epochs(self.total_steps, steps_per_epoch=self.plan.steps_per_epoch)
         self.train_loader, self.val_loader = self.data.train_dataloader(epochs=epochs), self.data.val_dataloader()
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
+        self.check_state = StateCheck(self.device)
         self.place = Place()
         self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
         folder = self.folder if self.ranks.is_first else None
@@ -140,6 +144,7 @@ class Trainer:
                     loss = self.module.criterion(logits, target)
                 # A mean over the window, as if it were one batch; a short last window is divided by the whole one, too.
                 self.precision.scaler.scale(loss / plan.accumulate).backward()
+            self.check_state.watch.see(loss.detach(), step=place.step + 1)
             if steps:
                 self.step()
             self.metrics.end_batch(loss.detach(), index)
@@ -192,6 +197,7 @@ class Trainer:
     def validate(self, limit: int | None = None) -> dict[str, float]:
         """Exact metrics over the whole set, the same on every rank."""
         equal_buffers(*self.networks)
+        self.refuse_ruin()  # whose evaluation would say nothing
         self.model.eval()
         # Through DDP as in training: its first forward without gradients makes the buffers equal, too.
         scored = [(self.model, ValMetrics(self.device))]
@@ -215,17 +221,33 @@ class Trainer:
         row = {"step": self.place.step, "epoch": self.place.epoch, **metrics}
         self.metrics.history.append(row)
         self.logger.log(row)
+        note = unusable_line(metrics)
+        if note and self.ranks.is_first:
+            self.progress.note(note)
         self.progress.validated(metrics)
         self.logger.draw(self.metrics.history, at_most_every_s=60.0)
 
     # Checkpoints
 
+    def refuse_ruin(self) -> None:
+        """On all ranks: end the training where weights, buffers, average or optimizer state are not finite."""
+        own = self.folder / "checkpoints" / "last.ckpt"
+        advice = Advice(
+            lr=self.module.config.lr,
+            clips=self.clip_val > 0,
+            precision=str(self.config.precision),
+            checkpoints=(own, *([Path(self.ckpt_path)] if self.ckpt_path else [])),
+        )
+        tensors = training_tensors(self.module.model, self.optimizer, self.ema.model if self.ema else None)
+        self.check_state(tensors, step=self.place.step, advice=advice)
+
     def save_checkpoints(self, *, may_be_best: bool = False) -> Path | None:
         """last.ckpt, and best.ckpt where this validation had the highest top-1; equal buffers, one writer."""
+        equal_buffers(*self.networks)
+        self.refuse_ruin()
         if self.config.enable_checkpointing is False:
             return None
         folder = self.folder / "checkpoints"
-        equal_buffers(*self.networks)
         self.guard.before_saving()
         if self.ranks.is_first:
             best = may_be_best and self.place.is_best(folder / "best.ckpt")
