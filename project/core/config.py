@@ -225,7 +225,7 @@ class GuardConfig:
 
     Args:
         every: Steps between two comparisons of weights and optimizer state; 0 switches the guard off.
-        timeout: Seconds that a rank may wait for another one before the run ends.
+        timeout: Seconds that a rank may wait for another one before the run ends; at most 0.8 of the process group's timeout.
     """
 
     every: int = 100

@@ -686,6 +686,9 @@ class _Store:
 
         return ask
 
+    def move(self, place: str) -> None:
+        self._store = dist.PrefixStore(place, self._store)
+
     def waited(self) -> float:
         """Seconds that the oldest request has had no answer."""
         return time.monotonic() - min(list(self._asked.values()), default=time.monotonic())
@@ -813,6 +816,7 @@ class ReplicaGuard:
         self._own_end: str | None = None  # the exception with which this rank ends
         self._in_doubt: tuple[_Pass, float] | None = None  # a loop that was left, by a break or by an exception, and when
         self._told, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._met = threading.Event()  # the guards of all ranks have found each other
         self._hurry = False
         self._training_thread = threading.get_ident()
         self._seen_progress, self._seen_at = -1, time.monotonic()
@@ -1255,6 +1259,8 @@ class ReplicaGuard:
 
     def _reach(self, ask: Callable[..., Any], *what: Any) -> Any:
         """Something of the store, which is gone when the launcher or rank 0 is."""
+        if not self._met.is_set():
+            return None
         try:
             return ask(*what)
         except _StoreLost as error:
@@ -1300,6 +1306,7 @@ class ReplicaGuard:
 
     def _alarm(self, kind: str, **facts: Any) -> None:
         """End all ranks; the first to find something says what."""
+        self._met.wait(self.timeout_s)
         self._reach(
             self._store.compare_set, "alarm", "", json.dumps({"kind": kind, "by": self.rank, "step": self.steps, **facts})
         )
@@ -1348,12 +1355,50 @@ class ReplicaGuard:
 
     def _run(self) -> None:
         try:
-            while not self._closed.is_set():
+            self._meet()
+            while self._met.is_set() and not self._closed.is_set():
                 self._wake.wait(0.01 if self._hurry else _POLL_S)
                 self._wake.clear()
                 self._tick()
         except BaseException as error:  # raised in the training thread's next call
             self._failed = self._failed or error
+
+    def _meet(self) -> None:
+        """Find a place in the store that is these processes' own: torchrun keeps the store, and an old alarm in it, at a restart.
+
+        Each rank says hello with a number that nobody else has. Rank 0 answers it with its own, which becomes the place.
+        """
+        own, missing = os.urandom(8).hex(), set(range(1, self.world_size)) if self.rank == 0 else {0}
+        answered: dict[int, str] = {}
+        place, began = own if self.rank == 0 else "", time.monotonic()
+        while missing and not self._closed.is_set():
+            if self.rank > 0:
+                self._store.set(f"hello/{self.rank}", own)
+                said = self._look(f"welcome/{self.rank}").split()
+                if said[:1] == [own]:
+                    place, missing = said[1], set()
+                    self._store.set(f"met/{self.rank}", place)
+            for rank in sorted(missing) if self.rank == 0 else ():
+                hello = self._look(f"hello/{rank}")
+                if self._look(f"met/{rank}") == own:
+                    missing.discard(rank)
+                elif hello and answered.get(rank) != hello:
+                    answered[rank] = hello
+                    self._store.set(f"welcome/{rank}", f"{hello} {own}")
+            began = began if self._begun else time.monotonic()
+            if time.monotonic() - began > self.timeout_s + (_ANSWER_S if self.rank else 0):
+                waits = f"rank {self.rank} has waited {time.monotonic() - began:.0f} s before step 1"
+                self._verdict = f"rank {_few(sorted(missing))} did not come: {waits}. Look at why it has not made its guard."
+                self._speaks = True
+                return
+            time.sleep(0.02)
+        if not self._closed.is_set():
+            self._store.move(place)
+            self._met.set()
+            self._publish()
+
+    def _look(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _watch_for_loss(self) -> None:
         """In a thread of its own, since a store behind a broken network keeps whoever asks it waiting.

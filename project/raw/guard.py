@@ -17,6 +17,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
+        self._guard: ReplicaGuard | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         config = self.config
@@ -27,7 +28,7 @@ class Guard:
 
     def epoch(self, loader: ResumableLoader[Any], *, batches: int) -> Iterator[Any]:
         """So many batches of a loader."""
-        if not self.config.every:
+        if self._guard is None:
             yield from islice(loader, batches)
             return
         this = self._guard.begin(loader)
@@ -37,13 +38,14 @@ class Guard:
         self._guard.end(this)
 
     def step(self) -> None:
-        if self.config.every:
+        if self._guard is not None:
             self._guard.step()
 
     def before_saving(self) -> None:
-        if self.config.every:
+        if self._guard is not None:
             self._guard.before_saving()
 
     def close(self) -> None:
-        if self.config.every:
+        if self._guard is not None:
             self._guard.close()
+        self._guard = None
