@@ -75,6 +75,8 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
         ("--devices 0", ["devices"]),
         ("--devices two", ["devices", "two"]),
+        ("--devices -1", ["--devices -1 names GPUs", "a number of processes"]),
+        ("--devices 1,3", ["--devices 1,3 names GPUs", "a number of processes"]),
         ("--max_epochs 0", ["--trainer.max_epochs"]),
         ("--seed_everything -1", ["--seed_everything -1"]),
         ("--ckpt_path nowhere.ckpt", ["--ckpt_path nowhere.ckpt", "no such file"]),
