@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
+from project.core.arguments import PRECISIONS
 from project.core.checkpoint import RECORD, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.errors import NothingToDo, UserError
@@ -24,6 +25,7 @@ from project.core.words import count
 _PREFETCHED = 2  # batches per loader process, DataLoader's default
 _OPEN_FILES = 100  # of a rank: libraries, sockets, logs
 _OPEN_FILES_OF_A_LOADER = 20  # its pipes, and the tensors of the batches that wait
+_PRECISIONS = ("None", "32", "32-true", "16", "16-mixed", "bf16", "bf16-mixed")  # in all of which weights are float32
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 
@@ -33,13 +35,9 @@ def check_devices(config: Any) -> None:
     Args:
         config: The `trainer` part of the parsed configuration.
     """
-    accelerator, precision, strategy = config.accelerator, str(config.precision), config.strategy
+    precision, strategy = str(config.precision), config.strategy
     gpus = torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
-        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
-    if isinstance(config.devices, str) and config.devices != "auto" and not config.devices.lstrip("-").replace(",", "").isdigit():
-        raise UserError(f"--devices {config.devices}: give a number of processes, such as 2, or auto.")
-    on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
+    on_cuda = check_processes(config)
     if on_cuda and str(config.devices).isdigit() and int(config.devices) > gpus:
         raise UserError(
             f"--devices {config.devices}: this machine has {count(gpus, 'GPU')}. Give at most {gpus}, or --accelerator cpu."
@@ -60,12 +58,56 @@ def check_devices(config: Any) -> None:
             f"--trainer.strategy.ddp_comm_hook {given['ddp_comm_hook']} needs GPUs: Lightning registers no hook on a CPU. "
             "Leave it out."
         )
-    if not on_cuda and precision.startswith(("16", "transformer-engine")):
+    if not on_cuda and precision.startswith("16"):
         raise UserError(f"--precision {precision} needs a GPU; here use --precision bf16-mixed or 32-true.")
     if on_cuda and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"--precision {precision}: this GPU has no bfloat16; use --precision 16-mixed or 32-true.")
     if config.sync_batchnorm and not on_cuda:
         raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
+
+
+def check_processes(config: Any) -> bool:
+    """Accelerator, number of processes and precision: what both trainers take alike. Returns whether they run on CUDA."""
+    accelerator, gpus = config.accelerator, torch.cuda.device_count()
+    mps = torch.backends.mps.is_available()
+    if isinstance(accelerator, str) and accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
+        raise UserError(f"--accelerator {accelerator}: give cpu, gpu or mps, or leave it out.")
+    if (accelerator in ("gpu", "cuda") and not gpus and not mps) or (accelerator == "mps" and not mps):
+        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
+    on_cuda = gpus > 0 and accelerator in ("gpu", "cuda", "auto")
+    devices = str(config.devices)
+    number = devices.isdigit() and int(devices) > 0
+    several = on_cuda and devices.strip("[]").lstrip("-").replace(",", "").replace(" ", "").isdigit() and devices != "0"
+    if devices != "auto" and not number and not several:
+        raise UserError(f"--devices {devices}: give a number of processes, 1 or more, or auto.")
+    if str(config.precision) not in _PRECISIONS:
+        raise UserError(
+            f"--precision {config.precision}: the weights are float32 in both trainers, so that a checkpoint of one is one of "
+            f"the other.\nGive {PRECISIONS}."
+        )
+    return on_cuda
+
+
+def check_numbers(trainer: Any) -> None:
+    """The trainer's numbers that Lightning takes and that mean nothing, or something else than was asked for."""
+    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = trainer[name]
+        if value is not None and value < 1:
+            raise UserError(f"--trainer.{name} {value}: give 1 or more.")
+    for name in ("limit_train_batches", "limit_val_batches"):
+        value = trainer[name]
+        if value is not None and (value < 0 or (isinstance(value, float) and value > 1)):
+            raise UserError(f"--trainer.{name} {value}: give a number of batches, or a share from 0.0 to 1.0.")
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_val < 0:
+        raise UserError(f"--trainer.gradient_clip_val {trainer.gradient_clip_val}: give a number above 0, or leave it out.")
+    if isinstance(trainer.val_check_interval, int | float) and trainer.val_check_interval <= 0:
+        raise UserError(
+            f"--trainer.val_check_interval {trainer.val_check_interval}: give a number of batches, or a share of 1.0."
+        )
+    if trainer.log_every_n_steps is not None and trainer.log_every_n_steps < 0:
+        raise UserError(f"--trainer.log_every_n_steps {trainer.log_every_n_steps}: give a number of steps, or 0 for no rows.")
+    if "://" in str(trainer.default_root_dir):
+        raise UserError(f"--trainer.default_root_dir {trainer.default_root_dir}: give a folder of this machine.")
 
 
 def check_recipe(plan: BatchPlan, model: ModelConfig, data: DataConfig, *, total_steps: int | None) -> None:
