@@ -212,7 +212,7 @@ def main() -> None:
     for wing, fit in (("lit", project.lit.run.fit), ("raw", project.raw.run.fit)):
         assert fit([*flags, "--trainer.default_root_dir", f"{folder}/{wing}"]) == 0
         found[wing] = taken()
-    Path(folder, "waits.json").write_text(json.dumps(found))
+    Path(folder, "waits.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

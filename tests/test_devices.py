@@ -1,4 +1,4 @@
-"""What happens on GPUs, shown on a CPU: tensors of another device, other numbers of GPUs than this machine has, and unlike ones."""
+"""What happens on GPUs, shown on a CPU: tensors of another device, other numbers of GPUs than there are here, unlike ones."""
 
 import json
 import os
@@ -404,7 +404,7 @@ project.core.arguments.fast_precision = lambda *_: ("bf16-mixed", "32-true")[int
 @pytest.mark.slow
 def test_ranks_on_unlike_machines_end_with_one_message(data: Path, tmp_path: Path) -> None:
     """Each has taken the precision of its own hardware."""
-    (tmp_path / "c.yaml").write_text("trainer: {max_epochs: 1}\n")
+    (tmp_path / "c.yaml").write_text("trainer: {max_epochs: 1}\n", encoding="utf-8")
     flags = ["--config", tmp_path / "c.yaml", "--devices", "2", "--data.root", data, "--trainer.default_root_dir", tmp_path]
     flags += ["--model.arch", "resnet18", "--data.global_batch_size", "8", "--data.train_size", "32", "--data.num_workers", "0"]
     jobs = [training(module, module, flags) for module in FIT]
@@ -456,7 +456,7 @@ def test_both_trainers_run_on_a_device_that_is_not_the_cpu(data: Path, tmp_path:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY, env=environment)
     assert done.returncode == 0, done.stderr
-    waits = json.loads((tmp_path / "waits.json").read_text())
+    waits = json.loads((tmp_path / "waits.json").read_text(encoding="utf-8"))
     assert waits["probe"]["steps"] == ["other_device.py::probe"]  # it is seen where it happens
     assert waits["lit"]["steps"] == waits["raw"]["steps"] == []
     assert waits["raw"]["elsewhere"] == ["checkpoint.py::on_cpu", "metrics.py::compute", "run.py::train"]

@@ -11,7 +11,10 @@ import torch
 
 import project.lit.run
 import project.raw.run
+from project.core.arguments import expand
 from project.core.errors import UserError
+from project.lit.checkpoint import AtomicCheckpointIO, Last
+from project.lit.cli import TrainCLI
 from tests.conftest import REPOSITORY, run_module, write_images
 
 Make = Callable[..., Path]
@@ -47,7 +50,12 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--model.lerning_rate 0.1", ["--model.lerning_rate"]),
         ("--trainer.device 2", ["--trainer.device"]),
         ("--model.num_cl 10", ["--model.num_cl"]),  # no abbreviations
-        ("--model.lr abc", ["model.lr", "abc"]),
+        ("--model.lr abc", ["--model.lr abc: give a number."]),
+        ("--model.lr nan", ["--model.lr nan: give a number."]),
+        ("--model.lr inf", ["--model.lr", "inf", "give a number"]),
+        ("--max_epochs nan", ["--trainer.max_epochs nan: give a whole number or null."]),
+        ("--data.num_workers x", ["--data.num_workers x: give a whole number or null."]),
+        ("--trainer.enable_progress_bar 3", ["--trainer.enable_progress_bar 3: give true, false or null."]),
         ("--model.lr -1", ["--model.lr", "-1"]),
         ("--model.arch resnet49", ["model.arch", "resnet49"]),
         ("--model.num_classes 5", ["--model.num_classes is 5", "10 classes"]),
@@ -73,10 +81,28 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--max_epochs 1 --model.schedule constant --model.warmup_epochs 2", ["--model.warmup_epochs 2", "the training has 22"]),
         ("--accelerator gpu", ["--accelerator gpu", "--accelerator cpu"]),
         ("--strategy fsdp", ["--strategy fsdp", "--strategy ddp"]),
-        ("--devices 0", ["devices"]),
-        ("--devices two", ["devices", "two"]),
         ("--devices -1", ["--devices -1 names GPUs", "a number of processes"]),
         ("--devices 1,3", ["--devices 1,3 names GPUs", "a number of processes"]),
+        *((f"--devices {devices}", [f"--devices {devices}: give a number of processes"]) for devices in ("0", "two")),
+        ("--accelerator tpu", ["--accelerator tpu: give cpu, gpu or mps"]),
+        ("--accelerator mps", ["--accelerator mps", "--accelerator cpu"]),
+        *(
+            (f"--precision {name}", [f"--precision {name}: the weights are float32"])
+            for name in ("bf16-true", "64-true", "16-true")
+        ),
+        ("--trainer.limit_train_batches 0", ["--trainer.limit_train_batches 0 of 22 batches per rank leaves none"]),
+        ("--trainer.limit_train_batches 0.01", ["--trainer.limit_train_batches 0.01 of 22 batches per rank leaves none"]),
+        ("--trainer.limit_val_batches -1", ["--trainer.limit_val_batches -1: give a number of batches"]),
+        ("--trainer.accumulate_grad_batches 0", ["--trainer.accumulate_grad_batches 0: give 1 or more"]),
+        ("--trainer.accumulate_grad_batches -1", ["--trainer.accumulate_grad_batches -1: give 1 or more"]),
+        ("--trainer.check_val_every_n_epoch 0", ["--trainer.check_val_every_n_epoch 0: give 1 or more"]),
+        ("--trainer.gradient_clip_val -1", ["--trainer.gradient_clip_val -1: give a number above 0"]),
+        ("--trainer.log_every_n_steps -1", ["--trainer.log_every_n_steps -1: give a number of steps"]),
+        ("--trainer.val_check_interval 0", ["trainer.val_check_interval 0"]),
+        ("--trainer.default_root_dir s3://bucket", ["--trainer.default_root_dir s3://bucket: give a folder"]),
+        ("--trainer.deterministic x", ["trainer.deterministic", "x"]),
+        ("--trainer.profiler xla", ["trainer.profiler", "xla"]),
+        ("--trainer.max_time 5", ["5"]),
         ("--max_epochs 0", ["--trainer.max_epochs"]),
         ("--seed_everything -1", ["--seed_everything -1"]),
         ("--ckpt_path nowhere.ckpt", ["--ckpt_path nowhere.ckpt", "no such file"]),
@@ -100,6 +126,32 @@ def test_a_variable_with_which_torch_crashes(
 ) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert "TORCH_DISTRIBUTED_DEBUG is DETAIL" in refused(*flags)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--trainer.plugins SLURMEnvironment",
+        "--trainer.plugins [SLURMEnvironment]",
+        "--trainer.callbacks LearningRateMonitor",
+        "--trainer.callbacks [LearningRateMonitor,DeviceStatsMonitor]",
+        "--trainer.logger CSVLogger --trainer.logger.save_dir x",
+        "--trainer.strategy DDPStrategy",
+        "--trainer.profiler simple",
+        "--trainer.max_time 00:00:01:00",
+    ],
+)
+def test_lightnings_extensions_may_be_given_in_any_of_its_forms(arguments: str) -> None:
+    """One class, a list, a name: each makes a trainer, beside what this project adds."""
+    trainer = TrainCLI(expand(["--devices", "1", *arguments.split()], train=True)).trainer
+    assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
+    assert any(isinstance(callback, Last) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def test_a_class_that_lacks_an_argument_is_told_so() -> None:
+    for name, needed in {"callbacks EarlyStopping": "callbacks.monitor", "logger CSVLogger": "logger.save_dir"}.items():
+        with pytest.raises(UserError, match=rf"--trainer\.{name.split()[0]} \S+{name.split()[1]} needs --trainer\.{needed}\."):
+            TrainCLI(expand(f"--trainer.{name}".split(), train=True))
 
 
 def test_bad_configs_name_the_key(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from project.core.run_folder import RUNS, newest_checkpoint
 
 GROUPS = ("--trainer", "--model", "--data", "--checkpoint", "--guard")
 FILES = ("-c", "--config", *GROUPS)
+PRECISIONS = "32-true, bf16-mixed, or on GPUs 16-mixed"
 PRINT = "--print_config"
 SHORT = {"devices", "strategy", "accelerator", "precision", "max_epochs", "num_nodes"}
 
@@ -107,11 +110,41 @@ def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> li
 
 
 def shorten(message: str) -> str:
-    """One short message instead of one after forty lines of usage; of a union's many complaints, the value."""
-    first, *rest = message.strip().splitlines()
-    if len(rest) > 2:
-        rest = [line for line in rest if line.strip().startswith("Given value:")]
-    return "\n".join([first, *rest])
+    """One short message instead of forty lines of usage and types: the flag, its value, and what may be given."""
+    wrong = re.match(r'Parser key "([\w.]+)":(.*)', message.strip(), re.DOTALL)
+    if wrong is None or " value:" not in wrong.group(2):
+        first, *rest = message.strip().splitlines()
+        return "\n".join([first, *(rest if len(rest) <= 2 else ())])
+    key, text = wrong.groups()
+    expected, found, value = text.rpartition("Given value:")  # of a union, behind what is wrong by each of its types
+    if not found:
+        expected, _, value = text.partition("Got value:")
+    value = value.strip()
+    built = re.search(r"class_path='([\w.]+)'", value)
+    value = built.group(1) if built else textwrap.shorten(value, 100, placeholder=" ...")
+    lacks = re.search(r"the following arguments are required: (.+)", expected)
+    if lacks is not None:
+        return f"--{key} {value} needs {', '.join(f'--{key}.{name}' for name in lacks.group(1).split(', '))}."
+    return f"--{key} {value}: give {_allowed(key, expected)}."
+
+
+_KINDS = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": ["a text"]}
+_CHOICES = re.compile(r"Expected a typing\.Literal\[([^]]*)\]")
+
+
+def _allowed(key: str, expected: str) -> str:
+    """In words, what the parser would take for a setting."""
+    if key == "trainer.precision":
+        return PRECISIONS
+    kinds = dict.fromkeys(re.findall(r"<class '([\w.]+)'>", expected.partition("Given value type")[0]))
+    if "int" in kinds and "float" in kinds:  # a whole number is one
+        del kinds["int"]
+    words = [word for kind in kinds for word in _KINDS.get(kind, [])]
+    words += [word.strip("' ") for choices in _CHOICES.findall(expected) for word in choices.split(",")]
+    classes = [kind.rpartition(".")[2] for kind in kinds if "." in kind and not kind.startswith("collections")]
+    words += [f"the class path of a {name}" for name in classes]
+    words += ["null"] * ("NoneType" in kinds)
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words) or "another value"
 
 
 def decide_seed(seed: int | bool) -> int:

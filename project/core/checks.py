@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
+from project.core.arguments import PRECISIONS
 from project.core.checkpoint import RECORD, extract_state_dict, read_checkpoint
 from project.core.config import DataConfig, ModelConfig
 from project.core.device import fast_precision, find_device, find_ranks
@@ -26,6 +27,7 @@ from project.core.words import count
 _PREFETCHED = 2  # batches per loader process, DataLoader's default
 _OPEN_FILES = 100  # of a rank: libraries, sockets, logs
 _OPEN_FILES_OF_A_LOADER = 20  # its pipes, and the tensors of the batches that wait
+_PRECISIONS = ("None", "32", "32-true", "16", "16-mixed", "bf16", "bf16-mixed")  # in all of which weights are float32
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 
@@ -35,11 +37,9 @@ def check_devices(config: Any) -> None:
     Args:
         config: The `trainer` part of the parsed configuration.
     """
-    accelerator, precision, strategy = config.accelerator, str(config.precision), config.strategy
-    gpus = torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and not gpus and not torch.backends.mps.is_available():
-        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
-    device = find_device(str(accelerator))
+    precision, strategy = str(config.precision), config.strategy
+    check_hardware(config)
+    device = find_device(str(config.accelerator))
     on_cuda = device == "cuda"
     used = find_ranks(config.devices, device_type=device)
     name: str = str(strategy)
@@ -64,7 +64,7 @@ def check_devices(config: Any) -> None:
             f"--trainer.strategy.ddp_comm_hook {given['ddp_comm_hook']} needs GPUs: Lightning registers no hook on a CPU. "
             "Leave it out."
         )
-    if not on_cuda and precision.startswith(("16", "transformer-engine")):
+    if not on_cuda and precision.startswith("16"):
         raise UserError(f"--precision {precision} needs a GPU; here use --precision bf16-mixed or 32-true.")
     if on_cuda and precision.startswith("bf16") and fast_precision(device, used) != "bf16-mixed":
         which = "this GPU has" if len(set(used)) == 1 else "not all of these GPUs have"
@@ -72,6 +72,43 @@ def check_devices(config: Any) -> None:
         raise UserError(f"--precision {precision}: {which}{no} bfloat16; use --precision 16-mixed or 32-true.")
     if config.sync_batchnorm and not on_cuda:
         raise UserError("--trainer.sync_batchnorm true needs GPUs: torch's SyncBatchNorm has no CPU version. Leave it out.")
+
+
+def check_hardware(config: Any) -> None:
+    """Accelerator and precision: what both trainers take alike."""
+    accelerator, gpus = config.accelerator, torch.cuda.device_count()
+    mps = torch.backends.mps.is_available()
+    if isinstance(accelerator, str) and accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
+        raise UserError(f"--accelerator {accelerator}: give cpu, gpu or mps, or leave it out.")
+    if (accelerator in ("gpu", "cuda") and not gpus and not mps) or (accelerator == "mps" and not mps):
+        raise UserError(f"--accelerator {accelerator}: torch finds no GPU here. Leave it out, or give --accelerator cpu.")
+    if str(config.precision) not in _PRECISIONS:
+        raise UserError(
+            f"--precision {config.precision}: the weights are float32 in both trainers, so that a checkpoint of one is one of "
+            f"the other.\nGive {PRECISIONS}."
+        )
+
+
+def check_numbers(trainer: Any) -> None:
+    """The trainer's numbers that Lightning takes and that mean nothing, or something else than was asked for."""
+    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = trainer[name]
+        if value is not None and value < 1:
+            raise UserError(f"--trainer.{name} {value}: give 1 or more.")
+    for name in ("limit_train_batches", "limit_val_batches"):
+        value = trainer[name]
+        if value is not None and (value < 0 or (isinstance(value, float) and value > 1)):
+            raise UserError(f"--trainer.{name} {value}: give a number of batches, or a share from 0.0 to 1.0.")
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_val < 0:
+        raise UserError(f"--trainer.gradient_clip_val {trainer.gradient_clip_val}: give a number above 0, or leave it out.")
+    if isinstance(trainer.val_check_interval, int | float) and trainer.val_check_interval <= 0:
+        raise UserError(
+            f"--trainer.val_check_interval {trainer.val_check_interval}: give a number of batches, or a share of 1.0."
+        )
+    if trainer.log_every_n_steps is not None and trainer.log_every_n_steps < 0:
+        raise UserError(f"--trainer.log_every_n_steps {trainer.log_every_n_steps}: give a number of steps, or 0 for no rows.")
+    if "://" in str(trainer.default_root_dir):
+        raise UserError(f"--trainer.default_root_dir {trainer.default_root_dir}: give a folder of this machine.")
 
 
 def check_recipe(plan: BatchPlan, model: ModelConfig, data: DataConfig, *, total_steps: int | None) -> None:

@@ -69,6 +69,11 @@ class BatchPlan:
                 f"{count(self.samples, 'training image')} for {self.world_size} ranks are too few: "
                 f"give --devices {self.samples} or fewer."
             )
+        if self.batches == 0 and self._all_batches:
+            raise UserError(
+                f"--trainer.limit_train_batches {self.limit} of {count(self._all_batches, 'batch')} per rank leaves none. "
+                "Give 1 or more batches, or a larger share of 1.0."
+            )
         if self.batches == 0:
             raise UserError(
                 f"No training batch: {count(self.samples, 'image')} over {count(self.world_size, 'rank')} are "
@@ -90,8 +95,12 @@ class BatchPlan:
     @property
     def batches(self) -> int:
         """Forwards per rank and epoch."""
+        return limit_batches(self._all_batches, self.limit)
+
+    @property
+    def _all_batches(self) -> int:
         whole, rest = divmod(self.samples_per_rank, self.per_rank_batch)
-        return limit_batches(whole + bool(rest and not self.drop_last), self.limit)
+        return whole + bool(rest and not self.drop_last)
 
     @property
     def last_batch(self) -> int:

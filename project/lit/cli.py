@@ -5,10 +5,11 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
-from project.core.checks import check_devices
+from project.core.checks import check_devices, check_numbers
 from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
 from project.core.device import find_device, one_gpu_per_task
@@ -88,6 +89,9 @@ class TrainCLI(LightningCLI):
         drop_stale_variables(num_nodes=self.config.trainer.num_nodes)
         if started_by_others():
             follow_launcher(self.config.trainer)
+        check_numbers(self.config.trainer)
+        if self.config.trainer.profiler == "xla":  # whose destructor has an error of its own where torch_xla is not there
+            raise UserError("--trainer.profiler xla needs a TPU: give simple, advanced or pytorch.")
         check_devices(self.config.trainer)
         root = self.config.trainer.default_root_dir
         self.config.ckpt_path = find_checkpoint(self.config.get("ckpt_path"), root=root)
@@ -96,7 +100,10 @@ class TrainCLI(LightningCLI):
         config = self.config_init.trainer
         given: list[Callback] = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
         given = [callback for callback in given if callback is not None]
-        config.plugins = [*(config.plugins or []), AtomicCheckpointIO()]
+        plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
+        config.plugins = [*(plugin for plugin in plugins if plugin is not None), AtomicCheckpointIO()]
+        if isinstance(config.strategy, str) and config.strategy.rpartition(".")[2] == "DDPStrategy":
+            config.strategy = DDPStrategy()  # the class alone is no name that Lightning knows
         if config.default_root_dir is None:
             config.default_root_dir = "."
         if config.logger in (None, True):
@@ -117,8 +124,8 @@ class TrainCLI(LightningCLI):
         config.enable_model_summary = config.enable_model_summary or False
         try:
             return super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError) as error:  # what Lightning refuses: devices, strategies, limits
-            raise UserError(str(error)) from error
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # what Lightning refuses, or lacks
+            raise UserError(f"Lightning's Trainer refuses these settings: {error}") from error
 
     def _guard(self) -> list[Callback]:
         config: GuardConfig = self.config_init.guard

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from torch.nn.parallel import DistributedDataParallel
 
 from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
-from project.core.checks import check_devices
+from project.core.checks import check_devices, check_hardware, check_numbers
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.device import find_device, find_ranks
 from project.core.errors import UserError
@@ -168,14 +168,12 @@ def _refuse_others(trainer: Namespace) -> None:
     neutral = {**NEUTRAL, "logger": (None, True, False)}
     values = vars(trainer)
     refused = [name for name, known in neutral.items() if not any(_same(values[name], value) for value in known)]
-    if trainer.precision not in PRECISIONS:
-        refused.append("precision")
     if isinstance(trainer.strategy, dict) and not _honours(trainer.strategy):
         refused.append("strategy")
+    if not any(_same(trainer.deterministic, value) for value in (None, True, False, "warn")):
+        refused.append("deterministic")
     if trainer.gradient_clip_algorithm not in (None, "norm", "value"):
         refused.append("gradient_clip_algorithm")
-    if trainer.accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
-        refused.append("accelerator")
     if refused:
         given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
@@ -203,16 +201,6 @@ def _honours(strategy: dict[str, Any]) -> bool:
     return named and not strategy.get("dict_kwargs") and asked <= {*DDP_KEYWORDS, "ddp_comm_hook"}
 
 
-def _check_numbers(trainer: Namespace) -> None:
-    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
-        if vars(trainer)[name] < 1:
-            raise UserError(f"--trainer.{name} {vars(trainer)[name]}: give 1 or more.")
-    for name in ("limit_train_batches", "limit_val_batches"):
-        value = vars(trainer)[name]
-        if value is not None and (value < 0 or (isinstance(value, float) and value > 1)):
-            raise UserError(f"--trainer.{name} {value}: give a number of batches, or a share from 0.0 to 1.0.")
-
-
 def parse(arguments: list[str]) -> Settings:
     """The settings of a run, complete: the seed drawn, devices counted, `last` found.
 
@@ -228,8 +216,9 @@ def parse(arguments: list[str]) -> Settings:
     config.seed_everything = decide_seed(config.seed_everything)
     drop_stale_variables(num_nodes=config.trainer.num_nodes)
     config.trainer.strategy = _read_strategy(config.trainer.strategy)
+    check_hardware(config.trainer)
     _refuse_others(config.trainer)
-    _check_numbers(config.trainer)
+    check_numbers(config.trainer)
     trainer = config.trainer.clone()
     if started_by_others():
         follow_launcher(trainer)
