@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.process import report_failure, started_by_us
+from project.core.process import fail
 from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics
 from project.lit.module import Classifier
@@ -10,11 +10,11 @@ from project.lit.run_folder import RunFolder
 
 
 class ReportFailure(Callback):
-    """Says why this rank fails at once, before any teardown that may wait for other ranks."""
+    """Says why this rank fails at once, before any teardown that may wait for other ranks; the first callback."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception) and started_by_us():
-            report_failure(exception)
+        if isinstance(exception, Exception):  # else a signal
+            fail(exception)
 
 
 class ClosingLine(Callback):
