@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from project.core.errors import UserError
-from project.core.launch import launch
+from project.core.launch import _free_port, launch
 from tests.conftest import REPOSITORY
 
 CODE = """
 import os, sys
 import project.core.launch
-from project.core.launch import launch
+from project.core.launch import _free_port, launch
 project.core.launch._SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
 sys.exit(launch("tests.rank_script", [sys.argv[1]], ranks=2, num_nodes=1, threads=1))
 """
@@ -170,3 +170,22 @@ def test_a_command_that_a_signal_ends_says_so() -> None:
     command = [sys.executable, "-c", f"{script}; os.kill(os.getpid(), signal.SIGTERM)"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (143, "ended by SIGTERM\n")
+
+
+@pytest.mark.slow
+def test_a_rank_ends_well_while_a_thread_of_gloos_still_holds_a_tensor(tmp_path: Path) -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "x"}
+    command = [sys.executable, "-m", "tests.ending_rank", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, env={**os.environ, **environment, "RANK": r})
+        for r in ("0", "1")
+    ]
+    try:
+        assert [process.communicate(timeout=60)[1] for process in ranks] == ["", ""]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0]
+    for r in (0, 1):  # and all that an end does was done
+        assert (tmp_path / f"atexit-{r}.txt").exists()
+        assert (tmp_path / f"open-{r}.txt").read_text(encoding="utf-8") == "written"

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from project.core.decode import read_image
 from project.core.errors import BadImageError
 from project.core.images import read_pixels
 from project.core.index import ImageIndex
+from project.core.process import quiet_pillow
 from project.core.seed import mix, seeded
 from project.core.words import count
 
@@ -115,7 +117,24 @@ class ValBatchSampler(BatchSampler):
             yield keys + [(batch[0], False)] * (self.batch_size - len(batch))
 
 
-class ResumableLoader(DataLoader[T]):
+_workers: set[Any] = set()  # loader processes that were started here
+
+
+class Loader(DataLoader[T]):
+    """A DataLoader whose processes, which heed no signal, are ended at the program's exit."""
+
+    def __iter__(self) -> Any:
+        before = set(multiprocessing.active_children())
+        iterator = super().__iter__()
+        started = set(multiprocessing.active_children()) - before
+        if started:
+            if not _workers:
+                atexit.register(end_workers, os.getpid())
+            _workers.update(started)
+        return iterator
+
+
+class ResumableLoader(Loader[T]):
     """A DataLoader that knows how many batches of which epoch it has given, and goes on from there.
 
     Its `__iter__` is a generator, so that nothing is prefetched before the first `next`: a trainer may ask for the
@@ -171,22 +190,24 @@ def numbers_of(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return torch.where(numbers < 0, ~numbers, numbers)
 
 
-def end_workers() -> None:
-    """What an error has left of them at the program's exit, where multiprocessing would send SIGTERM and wait."""
-    left = [process for process in multiprocessing.active_children() if process.daemon]
+def end_workers(owner: int) -> None:
+    """What an error has left of them at the program's exit, where multiprocessing would send SIGTERM and wait.
+
+    Args:
+        owner: The process that has started them; one that was forked from it leaves them alone.
+    """
+    left = [process for process in _workers if process.is_alive()] if owner == os.getpid() else []
     if left and hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a worker has died
     for process in left:
         process.kill()
 
 
-atexit.register(end_workers)
-
-
 def init_worker(_: int) -> None:
     """The trainer decides what a signal means, which may reach its loader processes as well; they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    quiet_pillow()  # also where this process was not forked
     gc.freeze()  # or a collection writes to every object of the trainer's that this process shares, and so copies their pages
     torch.set_num_threads(1)
 

@@ -1,6 +1,5 @@
 """An image file to 8-bit RGB, without torch: grey, CMYK, palette, alpha and 16-bit images included, whatever it is called."""
 
-import warnings
 from typing import IO
 
 import numpy as np
@@ -11,9 +10,6 @@ from project.core.errors import BadImageError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)  # what Pillow raises
-
-# Pillow reads EXIF through its TIFF reader and warns about harmless oddities in many ImageNet files.
-warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

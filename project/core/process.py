@@ -1,6 +1,9 @@
 """What this process is, a rank or a command of its own, and how it ends: with an exit code, and a reason that is said once."""
 
+import atexit
 import contextlib
+import functools
+import gc
 import io
 import json
 import math
@@ -10,8 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from project.core.errors import BadImageError, NothingToDo, UserError, WriteError
 
@@ -21,8 +26,9 @@ except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]  # mypy reads Linux's
 
 ALIVE = "LOCKSTEP_ALIVE_FD"  # a pipe that closes when the launcher ends; its presence marks a rank that we started
+PARENT = "LOCKSTEP_PARENT_FD"  # the same pipe of a command that has started this one
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name, so that a rank reports to either in the same way
-GRACE_S = 3.0  # for the other ranks, after one has failed
+GRACE_S = 3.0  # after a rank has failed: for its own teardown, and for the other ranks
 TWICE_S = 0.5  # after which a second SIGINT is a person's, who does not want to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
@@ -76,9 +82,21 @@ def keep_errors(run_folder: Path) -> None:
     _errors = run_folder / "errors"
 
 
-def _end_with_launcher() -> None:
-    """End this process when the launcher is gone, however it went."""
-    descriptor = int(os.environ[ALIVE])
+@functools.cache
+def _lifeline() -> int:
+    """The end for reading of a pipe; nobody closes the other end, which is closed when this process ends."""
+    return os.pipe()[0]
+
+
+def ends_with_this(environment: dict[str, str]) -> dict[str, Any]:
+    """Popen's keywords for a command of ours: a session of its own, which ends when this process does, however it ends."""
+    if os.name != "posix":
+        return {"env": environment}
+    return {"env": {**environment, PARENT: str(_lifeline())}, "pass_fds": [_lifeline()], "start_new_session": True}
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process when the one that holds the other end of a pipe has ended, however it did."""
 
     def watch() -> None:
         os.read(descriptor, 1)
@@ -87,8 +105,69 @@ def _end_with_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+_is_command = False  # whether this process is one of our commands: elsewhere an exception is the caller's to hear
+_said: list[BaseException] = []  # a failure that was said
+
+
+@contextlib.contextmanager
+def failure_said_at_once() -> Iterator[None]:
+    """Say why a command fails where it does, before what is around it is closed: closing may wait for the other ranks."""
+    try:
+        yield
+    except Exception as error:
+        fail(error)
+        raise
+
+
+def fail(error: Exception) -> None:
+    """Say why this command fails; a rank has GRACE_S left, for what is to be closed. Elsewhere the caller hears of it."""
+    if not _is_command or _was_said(error):
+        return
+    code = report_failure(error)
+    if _is_rank():
+        timer = threading.Timer(GRACE_S, _end_now, [code])
+        timer.daemon = True
+        timer.start()
+
+
+def _was_said(error: BaseException) -> bool:
+    return any(cause is said for cause in _chain(error) for said in _said)
+
+
 def report_failure(error: BaseException) -> int:
-    """Say why this rank ends: to the launcher if we started it, else on stderr. Returns the exit code."""
+    """Say why this rank ends, once: to the launcher if we started it, else on stderr. Returns the exit code."""
+    code, text = _describe(error)
+    if _was_said(error):
+        return code
+    _said.append(error)
+    if _errors is not None:
+        with contextlib.suppress(OSError):  # which may be the very reason
+            _errors.mkdir(exist_ok=True)
+            _write(_errors / f"rank-{_rank()}.json", text, code)
+    if started_by_us():
+        _write(Path(os.environ[ERROR_FILE]), text, code)
+        return code
+    if code and ERROR_FILE in os.environ:
+        _tell_torchrun(error)
+    on_all_ranks = code == 2 or any(getattr(each, "same_on_all_ranks", False) for each in _chain(error))
+    if on_all_ranks and not is_first_rank():  # let rank 0 speak, after which torchrun ends all
+        time.sleep(1.5 * GRACE_S)
+        text = text.replace("error: ", f"error: rank {_rank()}: ", 1)
+    if code or is_first_rank():
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    return code
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """As torch.distributed.elastic's `record` does, so that torchrun names the rank that failed first as the cause."""
+    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _describe(error: BaseException) -> tuple[int, str]:
+    """The exit code and what is to be said."""
     chain = _chain(error)
     cause = next((e for e in chain if isinstance(e, UserError | BadImageError | WriteError)), None)
     report = next((e for e in chain if getattr(e, "is_report", False)), None)  # of the guard, which nothing here imports
@@ -108,17 +187,7 @@ def report_failure(error: BaseException) -> int:
         code, text = 1, f"error: {rank}{error.filename}: {error.strerror}\n"
     else:
         code, text = 1, f"{''.join(traceback.format_exception(error))}error: {rank}{type(error).__name__}: {error}\n"
-    if _errors is not None:
-        with contextlib.suppress(OSError):  # which may be the very reason
-            _errors.mkdir(exist_ok=True)
-            _write(_errors / f"rank-{_rank()}.json", text, code)
-    if started_by_us():
-        _write(Path(os.environ[ERROR_FILE]), text, code)
-    elif (code == 1 and not getattr(report, "same_on_all_ranks", False)) or is_first_rank():
-        sys.stderr.write(text)
-    elif code:
-        time.sleep(GRACE_S * 3)  # torchrun ends all ranks when the first has ended: let rank 0 speak
-    return code
+    return code, text
 
 
 def _write(target: Path, text: str, code: int) -> None:
@@ -147,8 +216,10 @@ def most_open_files() -> float:
 def _allow_open_files() -> None:
     """Loader processes hand their batches over as open files: take as many as this user may have."""
     if resource:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(most_open_files(), 65536)), most))
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = int(min(most_open_files(), 65536))
+        if 0 <= now < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def end_at_once(number: int, frame: object) -> None:
@@ -161,26 +232,87 @@ def end_at_once(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def quiet_pillow() -> None:
+    """Pillow reads EXIF through its TIFF reader and warns about harmless oddities in many ImageNet files."""
+    warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+
+
 def run_command(command: Callable[[], int]) -> None:
     """Run a command to its exit code; what a person did wrong is one message, without a traceback."""
+    global _is_command
+    _is_command = True
     for stream in (sys.stdout, sys.stderr):  # a name of a file must not end a run where the terminal cannot show it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if started_by_us() and os.name == "posix":
-        _end_with_launcher()
+    if os.name == "posix":
+        for name in (ALIVE, PARENT):
+            if name in os.environ:
+                _end_with(int(os.environ[name]))
+        os.environ.pop(PARENT, None)  # the pipe is not what this process starts gets
+    # c10d warns of each connection that breaks, with the frames of its C++: when a rank fails its reason is said instead.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quiet_pillow()
     _allow_open_files()
     if _is_rank():
         for number in SIGNALS:  # until the training listens to them
             signal.signal(number, end_at_once)
+    code: Any
     try:
         code = command()
     except KeyboardInterrupt:
         sys.stderr.write("ended by SIGINT\n")
         code = 128 + signal.SIGINT
+    except SystemExit as ended:  # argparse's, or a signal's
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception as error:
         code = report_failure(error)
-        if _is_rank():  # no teardown that waits for ranks that are gone
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if _is_rank():  # no teardown that waits for ranks that have ended
+            _end_now(code)
+    atexit.register(_end_before_destructors, code)  # the last one to be registered is the first to be called
     sys.exit(code)
+
+
+def _end_before_destructors(code: int) -> None:
+    """End this process after all that Python does at an exit, and before the interpreter and C++ objects are destroyed.
+
+    A thread of gloo's drops the tensors of a collective a moment after the training thread has gone on with the result. For
+    a tensor that Python has known it needs the GIL; if the interpreter is being finalized by then, CPython 3.11 ends the thread
+    inside of a C++ destructor, and so the process: "terminate called without an active exception", SIGABRT. The same is
+    true of every thread that comes back from C++ at that moment.
+    """
+    if "torch" not in sys.modules:
+        return
+    atexit.unregister(_end_before_destructors)
+    atexit._run_exitfuncs()  # all others
+    os._exit(code if _flush_all() else code or 120)  # Python's own code for it
+
+
+def _end_now(code: int) -> None:
+    """Without any teardown; loader processes would notice only after seconds."""
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the command has failed anyway
+            stream.flush()
+    os._exit(code)
+
+
+def _flush_all() -> bool:
+    """Write what streams still hold, also those that nobody has closed; whether that worked."""
+    streams = [found for found in gc.get_objects() if issubclass(type(found), io.IOBase)]
+    wrapped = [found for found in streams if type(found).__module__ != "_io"]  # a gzip file, which writes its end when closed
+    texts = [found for found in streams if type(found) is io.TextIOWrapper]
+    steps: list[Callable[[], object]] = [text.flush for text in texts if not text.closed]
+    steps += [found.close for found in wrapped if not found.closed]
+    steps += [found.flush for found in streams if type(found) in (io.BufferedWriter, io.BufferedRandom) and not found.closed]
+    fine = True
+    for step in steps:
+        try:
+            step()
+        except (OSError, ValueError) as error:
+            fine = False
+            os.write(2, f"error: a file could not be written to its end: {error}\n".encode())
+    return fine

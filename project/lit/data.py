@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from project.core.config import DataConfig
 from project.core.data import (
+    Loader,
     ResumableLoader,
     TrainBatchSampler,
     TrainImages,
@@ -96,7 +97,7 @@ class ImageFolders(LightningDataModule):
         parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
         batch_size = max(1, config.global_batch_size // parts)
         batches = ValBatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
-        return DataLoader(dataset, batch_sampler=batches, **self._options())
+        return Loader(dataset, batch_sampler=batches, **self._options())
 
     def _options(self) -> dict[str, Any]:
         assert self.trainer is not None

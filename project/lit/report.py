@@ -3,7 +3,7 @@
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.process import report_failure, started_by_us
+from project.core.process import fail
 from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics, sum_over_ranks
 from project.lit.module import Classifier
@@ -11,11 +11,11 @@ from project.lit.run_folder import RunFolder
 
 
 class ReportFailure(Callback):
-    """Says why this rank fails at once, before any teardown that may wait for other ranks."""
+    """Says why this rank fails at once, before any teardown that may wait for other ranks; the first callback."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception) and started_by_us():
-            report_failure(exception)
+        if isinstance(exception, Exception):  # else a signal
+            fail(exception)
 
 
 class ClosingLine(Callback):

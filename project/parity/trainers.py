@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from project.core.process import ends_with_this
 from project.core.record import TENSORS, UNTIL
 from project.core.run_folder import newest_checkpoint
 from project.parity.run import CannotTell, Run, load_run
@@ -19,7 +20,7 @@ RAW = (sys.executable, "-m", "project.fit_raw")
 
 _STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
 _STALE |= {"ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", TENSORS, UNTIL}
-_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE")
+_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE", "LOCKSTEP_PARENT")
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: s
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            env=clean_environment(**env),
-            start_new_session=True,
+            **ends_with_this(clean_environment(**env)),
         )
         try:
             return process.wait(timeout)
@@ -105,7 +105,7 @@ def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: s
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The trainer and what is left in its group; each rank watches its launcher and ends by itself."""
+    """The trainer and what is left in its group; its ranks have groups of their own, and end with it."""
     if os.name == "posix":
         with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
             os.killpg(process.pid, signal.SIGKILL)

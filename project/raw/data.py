@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from project.core.config import DataConfig
 from project.core.data import (
+    Loader,
     ResumableLoader,
     Sample,
     TrainBatchSampler,
@@ -71,4 +72,4 @@ class ImageFolders:
             dataset, num_replicas=self.ranks.world_size, rank=self.ranks.rank, shuffle=False, seed=self.seed
         )
         batches = ValBatchSampler(sampler, self.plan.per_rank_batch, drop_last=False)
-        return DataLoader(dataset, batch_sampler=batches, **self._options)
+        return Loader(dataset, batch_sampler=batches, **self._options)

@@ -25,13 +25,14 @@ class Interruption:
             every_s=60 * config.every_minutes,
         )
 
-    def begin(self, save: Callable[[], Path | None]) -> "Interruption":
+    def begin(self, save: Callable[[], Path | None], *, step: int) -> "Interruption":
         """Listen from now on.
 
         Args:
             save: Writes last.ckpt, called on all ranks; returns its path, or None where nothing is to be saved.
+            step: The optimizer steps that were taken before.
         """
-        self.save, self.step = save, 0
+        self.save, self.step = save, step
         self.agreement.begin()
         return self
 

@@ -18,7 +18,7 @@ from project.core.index import Splits, load_splits
 from project.core.launch import launch
 from project.core.model import check_num_classes
 from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
-from project.core.process import is_first_rank, keep_errors, report_failure, started_by_others, started_by_us
+from project.core.process import failure_said_at_once, is_first_rank, keep_errors, started_by_others, started_by_us
 from project.core.recipe import recipe_lines
 from project.core.recorder import check_record_folder
 from project.core.report import closing_lines, data_lines, replaced_line, run_lines
@@ -123,34 +123,29 @@ def train(settings: Settings, ranks: Ranks) -> None:
     trainer = settings.trainer
     use_deterministic(trainer.deterministic)
     tune(ranks.device.type, deterministic=bool(trainer.deterministic), benchmark=trainer.benchmark)
-    with process_group(ranks):
+    with process_group(ranks), failure_said_at_once():  # leaving the group may wait for ranks that have ended
+        check_alike(gather(shared_settings(trainer, settings.model, settings.data, seed=settings.seed)))
+        seed_everything(settings.seed)
+        splits = load_splits(settings.data)
+        plan = plan_batches(settings.data, splits, trainer, world_size=ranks.world_size)
+        module = Classifier(settings.model, num_classes=len(splits.classes), seed=settings.seed)
+        if ranks.is_first and module.note:
+            print(module.note, flush=True)
+        data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=len(settings.gpus), seed=settings.seed)
+        folder = make_run_folder(settings, ranks)
+        keep_errors(folder)
+        guard = Guard(settings.guard)
+        kind = Trainer if settings.record is None else RecordedTrainer
+        run = kind(trainer, ranks, module, data, folder, Interruption(settings.checkpoint, ranks), guard)
+        if isinstance(run, RecordedTrainer) and settings.record is not None:
+            run.record_to(settings.record, describe(settings, splits))
         try:
-            check_alike(gather(shared_settings(trainer, settings.model, settings.data, seed=settings.seed)))
-            seed_everything(settings.seed)
-            splits = load_splits(settings.data)
-            plan = plan_batches(settings.data, splits, trainer, world_size=ranks.world_size)
-            module = Classifier(settings.model, num_classes=len(splits.classes), seed=settings.seed)
-            if ranks.is_first and module.note:
-                print(module.note, flush=True)
-            data = ImageFolders(settings.data, splits, plan, ranks, local_ranks=len(settings.gpus), seed=settings.seed)
-            folder = make_run_folder(settings, ranks)
-            keep_errors(folder)
-            guard = Guard(settings.guard)
-            kind = Trainer if settings.record is None else RecordedTrainer
-            run = kind(trainer, ranks, module, data, folder, Interruption(settings.checkpoint, ranks), guard)
-            if isinstance(run, RecordedTrainer) and settings.record is not None:
-                run.record_to(settings.record, describe(settings, splits))
-            try:
-                run.fit(settings.ckpt_path)
-            except Interrupted:
-                guard.close()
-                raise
+            run.fit(settings.ckpt_path)
+        except Interrupted:
             guard.close()
-            replaced = int(sum_over_ranks(torch.tensor(float(len(run.metrics.replaced)), device=ranks.device)))
-        except Exception as error:
-            if started_by_us():
-                report_failure(error)  # now: leaving the group may wait for ranks that are gone
             raise
+        guard.close()
+        replaced = int(sum_over_ranks(torch.tensor(float(len(run.metrics.replaced)), device=ranks.device)))
     if ranks.is_first:
         first = run.metrics.replaced
         if replaced:

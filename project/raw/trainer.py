@@ -15,6 +15,7 @@ from project.core.ema import build_ema
 from project.core.mixing import Mixing
 from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
 from project.core.plan import count_epochs, count_steps, limit_batches
+from project.core.process import failure_said_at_once
 from project.core.ruin import Advice, StateCheck, training_tensors, unusable_line
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
@@ -57,7 +58,8 @@ class Trainer:
         else:
             self.sanity_check()
         self.refuse_ruin()
-        with closing(self.progress), closing(self.logger), closing(self.interruption.begin(self.save_checkpoints)):
+        listening = closing(self.interruption.begin(self.save_checkpoints, step=self.place.step))
+        with closing(self.progress), closing(self.logger), listening, failure_said_at_once():
             while not self.done:
                 self.train_epoch()
                 validates = self.validates

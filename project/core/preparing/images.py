@@ -18,6 +18,7 @@ from project.core.decode import UNREADABLE, decode_jpeg, open_rgb
 from project.core.errors import WriteError
 from project.core.preparing.record import PARTIAL
 from project.core.preparing.sources import Item
+from project.core.process import quiet_pillow
 
 _BATCH = 16  # images handed to a worker at once
 _AHEAD = 2  # batches that a worker has, so that it never waits
@@ -112,6 +113,7 @@ def _prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
 def _work(connection: Connection, dst: Path, quality: int) -> None:
     """Take batches until the other end says None or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends us
+    quiet_pillow()
     try:
         for batch in iter(connection.recv, None):
             try:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, SequentialSampler, default_collate
+from torch.utils.data import SequentialSampler, default_collate
 from torchvision import transforms as v1
 
 from project.core.config import DIGITS, DataConfig
-from project.core.data import TrainBatchSampler, TrainImages, collate, end_workers, loader_options
+from project.core.data import Loader, TrainBatchSampler, TrainImages, collate, end_workers, loader_options
 from project.core.errors import UserError
 from project.core.images import read_pixels
 from project.core.index import ImageIndex, load_splits, make_index
@@ -144,20 +144,20 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
     dataset = TrainImages(index, TrainTransform(DataConfig(train_size=32), epochs=epochs), seed=1, skip_bad=False)
     batches = TrainBatchSampler(SequentialSampler(dataset), 256, drop_last=False)
     options = loader_options(num_workers=workers, pin_memory=False)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
+    loader: Loader[Any] = Loader(dataset, batch_sampler=batches, **options)
     seen: list[Memory] = []
     bar = Bar(lines=True)
     try:
         for epoch in range(epochs):
             bar.open(f"epoch {epoch + 1}/{epochs}", len(loader))
             iterator = iter(loader)
-            pids = [process.pid for process in iterator._workers]  # type: ignore[attr-defined]
+            pids = [process.pid for process in iterator._workers]
             for number, _ in enumerate(iterator):
                 bar.advance(number, "")
                 if number == 20 or number % (len(loader) // 8) == 0 and number:
                     seen.append(Memory((epoch * len(loader) + number) * 256, sum(map(_private, pids))))
     except BaseException:  # a signal
-        end_workers()  # before they notice, with a traceback each
+        end_workers(os.getpid())  # before they notice, with a traceback each
         raise
     bar.close()
     results = Results(f"memory of {workers} loader processes, index of {entries:,} entries, {epochs} epochs", describe(), "MiB")

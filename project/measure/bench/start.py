@@ -9,6 +9,7 @@ from pathlib import Path
 
 from project.core.errors import UserError
 from project.core.index import cached_index, load_index
+from project.core.process import ends_with_this
 from project.core.progress import Bar
 from project.measure.bench.machine import describe
 from project.measure.bench.results import Results, Table, median, ratio
@@ -79,7 +80,7 @@ def _until_first_step(command: str, devices: int) -> dict[str, float]:
         with output.open("wb") as file:
             code = subprocess.run(
                 [sys.executable, "-m", "project.measure.bench.starting", command, *flags],
-                env=clean_environment(**{STAMPS: str(stamps)}),
+                **ends_with_this(clean_environment(**{STAMPS: str(stamps)})),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

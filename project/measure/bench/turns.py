@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from project.core.errors import UserError
+from project.core.process import ends_with_this
 from project.measure.bench.pace import ADDRESS
 from project.parity.trainers import clean_environment
 
@@ -75,11 +76,10 @@ class Turns:
         with self._output(name).open("wb") as output:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "project.measure.bench.contestant", *contestant.arguments],
-                env=clean_environment(**contestant.environment, **{ADDRESS: json.dumps(what)}),
+                **ends_with_this(clean_environment(**contestant.environment, **{ADDRESS: json.dumps(what)})),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
         streams: dict[int, TextIO] = {}
         deadline = time.monotonic() + START_S
