@@ -88,8 +88,11 @@ def read_yaml(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def shorten(message: str) -> str:
-    """One short message instead of one after forty lines of usage; of a union's many complaints, the value."""
+    """One short message instead of forty lines of usage; of a union's many complaints, that of a class, or else the value."""
     first, *rest = message.strip().splitlines()
+    made = next((k for k, line in enumerate(rest) if "Problem with given class_path" in line), None)
+    if made is not None and len(rest) > made + 1:
+        return f"{rest[made].strip(' -')} {rest[made + 1].strip()}"
     if len(rest) > 2:
         rest = [line for line in rest if line.strip().startswith("Given value:")]
     return "\n".join([first, *rest])

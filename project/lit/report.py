@@ -1,7 +1,9 @@
 """The last lines of a run, and those of a rank that fails."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from project.core.errors import UserError
 from project.core.process import report_failure, started_by_us
 from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics
@@ -14,7 +16,12 @@ class ReportFailure(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception) and started_by_us():
-            report_failure(exception)
+            report_failure(as_refusal(exception))
+
+
+def as_refusal(error: Exception) -> Exception:
+    """What Lightning or one of its callbacks refuses once it runs is said as our own refusals are, without a traceback."""
+    return UserError(str(error)) if isinstance(error, MisconfigurationException) else error
 
 
 class ClosingLine(Callback):

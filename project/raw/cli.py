@@ -204,6 +204,8 @@ def _check_numbers(trainer: Namespace) -> None:
     for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
         if vars(trainer)[name] < 1:
             raise UserError(f"--trainer.{name} {vars(trainer)[name]}: give 1 or more.")
+    if trainer.log_every_n_steps is not None and trainer.log_every_n_steps < 1:
+        raise UserError(f"--trainer.log_every_n_steps {trainer.log_every_n_steps}: give 1 or more.")
     for name in ("limit_train_batches", "limit_val_batches"):
         value = vars(trainer)[name]
         if value is not None and (value < 0 or (isinstance(value, float) and value > 1)):
