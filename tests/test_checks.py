@@ -109,6 +109,12 @@ FAULTS: dict[str, tuple[Callable[[Ranks], Any], str, str, int | None]] = {
         2,
     ),
     "metric NaN": (lambda r: steps(r[0], "validation")[1]["metrics"].update({"val/loss": float("nan")}), "finite", "metric", 5),
+    "forgotten eval": (
+        lambda r: steps(r[1], "validation")[0]["batches"][0].update(training=True),
+        "evaluation mode",
+        "metric",
+        2,
+    ),
     "validation logits": (
         lambda r: steps(r[1], "validation")[0]["batches"][0].update(logits=other),
         "validation logits",

@@ -65,7 +65,10 @@ def test_what_a_person_sees(fitted: Finished, folder: Path) -> None:
     assert "1,438 training and 359 validation images, 10 classes" in fitted.out
     assert "--data.root FOLDER" in fitted.out
     assert "64 images per step = 2 ranks x 32, 6 steps per epoch, 2 epochs" in fitted.out
-    assert re.search(r"epoch 2/2: loss \d+\.\d+, top-1 \d+\.\d+ %, top-5 \d+\.\d+ %, \d+ s, \d+ img/s, wait \d+ %", fitted.out)
+    assert re.search(
+        r"epoch 2/2: loss \d+\.\d+, val loss \d+\.\d+, top-1 \d+\.\d+ %, top-5 \d+\.\d+ %, \d+ s, \d+ img/s, wait \d+ %",
+        fitted.out,
+    )
     assert re.search(r"best top-1 \d+\.\d\d % on 359 images, after epoch \d", fitted.out)
     assert str(folder) in lines[-2]
     assert lines[-1] == "checkpoints/{best,last}.ckpt, curves.png, metrics.csv, config.yaml"

@@ -21,7 +21,7 @@ def train(*, enabled: bool = True) -> Progress:
     metrics.flush()
     progress.begin_validation(3)
     progress.validation_batch(1)
-    progress.validated({"val/top1": 0.5, "val/top5": 1.0})
+    progress.validated({"val/loss": 1.25, "val/top1": 0.5, "val/top5": 1.0})
     return progress
 
 
@@ -33,7 +33,7 @@ def test_without_a_terminal_there_are_lines_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     train().close()
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("epoch 1/2: loss 1.500, top-1 50.00 %, top-5 100.00 %, ")
+    assert line.startswith("epoch 1/2: loss 1.500, val loss 1.250, top-1 50.00 %, top-5 100.00 %, ")
 
 
 @pytest.mark.parametrize("lines", [True, False])

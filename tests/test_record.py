@@ -75,6 +75,12 @@ def fit(folder: Path | None) -> tuple[Net, list[dict[str, Tensor]]]:
         model.eval()
         model(torch.zeros(1, 3))
         recorder.validation({"val/top1": 0.1 + 0.2}, epoch=1, step=14)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.train()  # a forgotten eval()
+        for _ in range(2):
+            criterion(model(torch.ones(2, 3)), torch.tensor([0, 1]))
+        model.load_state_dict(state)
+        recorder.validation({"val/top1": 0.5}, epoch=1, step=14)
         recorder.close()
     return model, gradients
 
@@ -83,7 +89,7 @@ def test_recording_sees_each_step_and_changes_nothing(tmp_path: Path) -> None:
     plain, _ = fit(None)
     recorded, gradients = fit(tmp_path)
     torch.testing.assert_close(recorded.state_dict(), plain.state_dict(), rtol=0, atol=0)
-    [start, *steps, validation, end] = read_record(tmp_path)[0]
+    [start, *steps, validation, untidy, end] = read_record(tmp_path)[0]
     assert (start["event"], start["trainer"], start["settings"]) == ("start", "test", {"lr": 0.1})
     assert [step["step"] for step in steps] == [10, 11, 12, 13]
     for step, gradient in zip(steps, gradients, strict=True):
@@ -97,7 +103,8 @@ def test_recording_sees_each_step_and_changes_nothing(tmp_path: Path) -> None:
     assert steps[-1]["buffers"] == {name: digest(value) for name, value in recorded.named_buffers()}
     assert "last.weight/momentum_buffer" in steps[-1]["optimizer"]
     assert validation["metrics"] == {"val/top1": 0.30000000000000004}
-    assert len(validation["batches"]) == 1
+    assert [batch.keys() for batch in validation["batches"]] == [{"images", "logits"}]
+    assert [batch["training"] for batch in untidy["batches"]] == [True, True]
     assert end == {"event": "end", "steps": 4}
     assert all(json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text(encoding="utf-8").splitlines())
 

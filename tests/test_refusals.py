@@ -97,7 +97,7 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         ("--trainer.accumulate_grad_batches -1", ["--trainer.accumulate_grad_batches -1: give 1 or more"]),
         ("--trainer.check_val_every_n_epoch 0", ["--trainer.check_val_every_n_epoch 0: give 1 or more"]),
         ("--trainer.gradient_clip_val -1", ["--trainer.gradient_clip_val -1: give a number above 0"]),
-        ("--trainer.log_every_n_steps -1", ["--trainer.log_every_n_steps -1: give a number of steps"]),
+        ("--trainer.log_every_n_steps -1", ["--trainer.log_every_n_steps -1: give 1 or more"]),
         ("--trainer.val_check_interval 0", ["trainer.val_check_interval 0"]),
         ("--trainer.default_root_dir s3://bucket", ["--trainer.default_root_dir s3://bucket: give a folder"]),
         ("--trainer.deterministic x", ["trainer.deterministic", "x"]),

@@ -125,6 +125,9 @@ def shorten(message: str) -> str:
     lacks = re.search(r"the following arguments are required: (.+)", expected)
     if lacks is not None:
         return f"--{key} {value} needs {', '.join(f'--{key}.{name}' for name in lacks.group(1).split(', '))}."
+    refused = re.search(r"Problem with given class_path [^\n]*\n([^\n]+)", expected)  # in the words of the class
+    if refused is not None:
+        return f"--{key} {value}: {refused.group(1).strip(' -')}"
     return f"--{key} {value}: give {_allowed(key, expected)}."
 
 

@@ -91,7 +91,7 @@ def check_hardware(config: Any) -> None:
 
 def check_numbers(trainer: Any) -> None:
     """The trainer's numbers that Lightning takes and that mean nothing, or something else than was asked for."""
-    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+    for name in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
         value = trainer[name]
         if value is not None and value < 1:
             raise UserError(f"--trainer.{name} {value}: give 1 or more.")
@@ -105,8 +105,6 @@ def check_numbers(trainer: Any) -> None:
         raise UserError(
             f"--trainer.val_check_interval {trainer.val_check_interval}: give a number of batches, or a share of 1.0."
         )
-    if trainer.log_every_n_steps is not None and trainer.log_every_n_steps < 0:
-        raise UserError(f"--trainer.log_every_n_steps {trainer.log_every_n_steps}: give a number of steps, or 0 for no rows.")
     if "://" in str(trainer.default_root_dir):
         raise UserError(f"--trainer.default_root_dir {trainer.default_root_dir}: give a folder of this machine.")
 

@@ -131,7 +131,7 @@ def fail(error: Exception) -> None:
 
 
 def _was_said(error: BaseException) -> bool:
-    return any(cause is said for cause in _chain(error) for said in _said)
+    return any(cause is known for cause in _chain(error) for said in _said for known in _chain(said))
 
 
 def report_failure(error: BaseException) -> int:

@@ -8,7 +8,7 @@
     {"event": "validation", "epoch", "step", "metrics": {...}, "batches": [{"images", "logits"}]}; with "training": true in a
         batch whose forward was in training mode
     {"event": "checkpoint", "name", "keys": [of the file], "state_dict": {name: tensor}, "record": {key: value or tensor}}
-    {"event": "end", "steps", "ruined": whether it was ended because its weights are not finite}
+    {"event": "end", "steps"}; with "ruined": true where it was ended because its weights were not finite any more
 
 `step` counts optimizer steps from 0 over the whole training. `images` are what the network got, normalised. `local` is a
 rank's own gradient of the whole step, before the ranks are averaged; `reduced` is what the average is, before clipping (with

@@ -214,5 +214,5 @@ class Recorder:
 
     def close(self, *, ruined: bool = False) -> None:
         """A file without this last line is of a run that did not end well; that of a ruined training is whole up to its end."""
-        self._write("end", steps=self._steps, ruined=ruined)
+        self._write("end", steps=self._steps, **({"ruined": True} if ruined else {}))
         self._file.close()

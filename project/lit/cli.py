@@ -21,6 +21,7 @@ from project.lit.checks import CheckAlike
 from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.ema import MovingAverage
+from project.lit.extensions import refuse_callbacks, refuse_flags, refuse_plugins
 from project.lit.guard import ReplicaGuardCallback
 from project.lit.interruption import Interruption
 from project.lit.metrics import TrainMetrics
@@ -93,15 +94,28 @@ class TrainCLI(LightningCLI):
         if self.config.trainer.profiler == "xla":  # whose destructor has an error of its own where torch_xla is not there
             raise UserError("--trainer.profiler xla needs a TPU: give simple, advanced or pytorch.")
         check_devices(self.config.trainer)
+        refuse_flags(self.config.trainer)
         root = self.config.trainer.default_root_dir
         self.config.ckpt_path = find_checkpoint(self.config.get("ckpt_path"), root=root)
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except UserError:
+            raise
+        except ValueError as error:  # jsonargparse's, where a class of the settings cannot be made
+            raise UserError(shorten(str(error))) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init.trainer
         given: list[Callback] = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
         given = [callback for callback in given if callback is not None]
+        ema = self.config.model.ema_decay is not None
+        refuse_callbacks(given, logger=config.logger, validates=config.limit_val_batches != 0, ema=ema)
         plugins = config.plugins if isinstance(config.plugins, list) else [config.plugins]
-        config.plugins = [*(plugin for plugin in plugins if plugin is not None), AtomicCheckpointIO()]
+        plugins = [plugin for plugin in plugins if plugin is not None]
+        refuse_plugins(plugins)
+        config.plugins = [*plugins, AtomicCheckpointIO()]
         if isinstance(config.strategy, str) and config.strategy.rpartition(".")[2] == "DDPStrategy":
             config.strategy = DDPStrategy()  # the class alone is no name that Lightning knows
         if config.default_root_dir is None:
@@ -109,9 +123,8 @@ class TrainCLI(LightningCLI):
         if config.logger in (None, True):
             config.logger = False  # RunFolder makes the loggers, once the folder is known
         recording = [] if self.record is None else [Recording(self.record)]
-        averages = self.config.model.ema_decay is not None
         ruin = [RefuseRuin(self.config.ckpt_path)] if self.command == "fit" else []
-        config.callbacks = [*default_callbacks(config, given, ema=averages), *ruin, *recording, *self._guard(), *given]
+        config.callbacks = [*default_callbacks(config, given, ema=ema), *ruin, *recording, *self._guard(), *given]
         if self.command == "fit":
             last = next((callback for callback in config.callbacks if isinstance(callback, Last)), None)
             config.callbacks.append(Interruption(self.config_init.checkpoint, last))
@@ -123,9 +136,12 @@ class TrainCLI(LightningCLI):
             config.enable_progress_bar = True
         config.enable_model_summary = config.enable_model_summary or False
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # what Lightning refuses, or lacks
             raise UserError(f"Lightning's Trainer refuses these settings: {error}") from error
+        # Loggers are made with the run's folder, and callbacks ask for them in their setup.
+        trainer.callbacks.sort(key=lambda each: not isinstance(each, RunFolder))  # type: ignore[attr-defined]
+        return trainer
 
     def _guard(self) -> list[Callback]:
         config: GuardConfig = self.config_init.guard

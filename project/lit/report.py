@@ -2,7 +2,9 @@
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from project.core.errors import UserError
 from project.core.process import fail
 from project.core.report import closing_lines, replaced_line
 from project.lit.metrics import TrainMetrics, sum_over_ranks
@@ -15,7 +17,16 @@ class ReportFailure(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception):  # else a signal
-            fail(exception)
+            fail(as_refusal(exception))
+
+
+def as_refusal(error: Exception) -> Exception:
+    """What Lightning or one of its callbacks refuses once it runs is said as our own refusals are, without a traceback."""
+    if not isinstance(error, MisconfigurationException):
+        return error
+    refusal = UserError(str(error))
+    refusal.__cause__ = error  # by which the same one is known again
+    return refusal
 
 
 class ClosingLine(Callback):

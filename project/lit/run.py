@@ -3,6 +3,8 @@
 import signal
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 from project.core.agreement import Interrupted
 from project.core.arguments import expand, flag_value, given_value
 from project.core.checkpoint import RECORD, read_checkpoint
@@ -24,6 +26,7 @@ from project.lit.checks import check_fit
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.data import total_steps
 from project.lit.quiet import quiet
+from project.lit.report import as_refusal
 
 
 def _start_ranks(cli: TrainCLI, arguments: list[str]) -> int | None:
@@ -79,6 +82,8 @@ def fit(arguments: list[str]) -> int:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     except Interrupted as interrupted:
         return 128 + interrupted.number
+    except MisconfigurationException as error:
+        raise as_refusal(error) from error
     except SystemExit:
         if cli.trainer.interrupted:  # by Ctrl-C before the first step, for which Lightning's code is 1
             return 128 + signal.SIGINT
