@@ -41,7 +41,7 @@ def gloos() -> Iterator[int]:
 
 def main() -> int:
     global slow, left_open
-    left_open = (folder / f"open-{rank}.txt").open("w")
+    left_open = (folder / f"open-{rank}.txt").open("w", encoding="utf-8")
     left_open.write("written")
     slow = Slow()
     atexit.register((folder / f"atexit-{rank}.txt").touch)
