@@ -154,7 +154,9 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, *, some: bool = False) -> torch.Tensor:
         x = self.frozen(self.first(x))
         x = self.some(x) if some else x
-        return self.last(self.drop(checkpoint(self.again, x, use_reentrant=self.reentrant)))
+        if self.reentrant:  # what backward comes to first is in an inner backward, which ends before the outer one
+            return checkpoint(lambda x: self.last(self.drop(self.again(x))), x, use_reentrant=True)
+        return self.last(self.drop(checkpoint(self.again, x, use_reentrant=False)))
 
 
 class Masters(torch.optim.SGD):
