@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -154,7 +155,9 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, *, some: bool = False) -> torch.Tensor:
         x = self.frozen(self.first(x))
         x = self.some(x) if some else x
-        return self.last(self.drop(checkpoint(self.again, x, use_reentrant=self.reentrant)))
+        if self.reentrant:  # what backward comes to first is in an inner backward, which ends before the outer one
+            return checkpoint(lambda x: self.last(self.drop(self.again(x))), x, use_reentrant=True)
+        return self.last(self.drop(checkpoint(self.again, x, use_reentrant=False)))
 
 
 class Masters(torch.optim.SGD):
@@ -315,7 +318,8 @@ def look_at_data() -> None:
     }
     for name, data in several.items():
         model = nn.Linear(6, 2)
-        guard = ReplicaGuard(DistributedDataParallel(model), sgd(model), quiet=True, timeout_s=30)
+        guard = ReplicaGuard(DistributedDataParallel(model), sgd(model), quiet=True)
+        assert guard.timeout_s == 240, guard.timeout_s  # before the group's own 300 s
         loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data), num_workers=name == "random")
         for _ in guard(loader):
             pass
@@ -323,7 +327,7 @@ def look_at_data() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     chosen = os.environ.get("CASES")
     for name, case in CASES.items():
         if chosen is None or name in chosen.split(","):

@@ -108,6 +108,16 @@ def changed(changes: list[tuple[str, str]]) -> str:
     return text
 
 
+# What a training before this one has left in torchrun's store, which outlives a restart
+STALE = """store = dist.distributed_c10d._get_default_store()
+    for name in ("hello/1", "met/1", "state/0", "state/1"):
+        store.set(f"replica_guard_0/{name}", "old")
+    store.set("replica_guard_0/welcome/1", "old older")
+    store.set("replica_guard_0/alarm", '{"kind": "uneven", "by": 0}')
+    """
+MISTAKES["restarted"] = [(WATCHED, STALE + WATCHED)]  # which is none
+
+
 LATER = {  # by slow tests, to spare time
     *(
         "no-sync",
@@ -122,7 +132,7 @@ LATER = {  # by slow tests, to spare time
         "scaled",
         "copied",
     ),
-    *("layer", "eval", "momentum", "split", "seeded", "raises-on-one"),
+    *("restarted", "layer", "eval", "momentum", "split", "seeded", "raises-on-one"),
 }
 
 
@@ -339,6 +349,12 @@ def test_a_rank_whose_store_is_gone_ends(ends: str, tmp_path: Path) -> None:
     result = run_jobs(tmp_path, [{"name": "gone", "text": changed(changes), "env": own, "timeout": 60}])["gone"]
     assert result.codes[1] == 1, result.out
     assert "rank 1 ends, since its training thread waits and the guard can no longer reach the other ranks" in result.out[1]
+
+
+@pytest.mark.slow
+def test_what_an_earlier_attempt_has_left_in_the_store_is_not_read(ran_later: dict[str, Ran]) -> None:
+    assert ran_later["restarted"].codes == [0, 0], ran_later["restarted"].out
+    assert "guard  epoch 3: 64 samples on 2 ranks" in ran_later["restarted"].out[0]
 
 
 @pytest.mark.slow

@@ -253,6 +253,35 @@ def test_an_error_of_the_guard_itself_is_called_one(monkeypatch: pytest.MonkeyPa
     guard.close()
 
 
+def leave(guard: ReplicaGuard, error: BaseException | None) -> Any:
+    """A loop of three batches that is left in the second one, as a script does it, which then closes the guard."""
+    found = []
+    try:
+        for number, _ in enumerate(guard(DataLoader(TensorDataset(torch.randn(3, 4))))):
+            found.append(next(iter(guard._passes.values())))
+            if number == 1 and error is not None:
+                raise error
+            if number == 1:
+                break
+    finally:
+        guard.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("error", [ValueError("no cat\nin it"), KeyboardInterrupt(), SystemExit(1)])
+def test_a_loop_that_an_exception_ends_was_not_left(error: BaseException) -> None:
+    model = nn.Linear(1, 1)
+    guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    with pytest.raises(type(error)):
+        leave(guard, error)
+    assert guard._own_end == {"ValueError": "ValueError: no cat", "SystemExit": "SystemExit: 1"}.get(
+        type(error).__name__, type(error).__name__
+    )
+    other = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    assert leave(other, None).ended
+    assert other._own_end is None
+
+
 def test_a_store_that_fails_is_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1, 1)
     guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))

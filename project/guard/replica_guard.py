@@ -329,7 +329,7 @@ class _Reduction:
     def take(self) -> tuple[dict[str, Any], dict[str, _Late]]:
         """What rank 0 is to know of this step.
 
-        Nothing where a forward had more than one backward: an inner one, of a checkpointed part, ends before DDP has reduced.
+        Nothing where a forward had more than one backward: DDP reduces in one of them.
         """
         names = sorted(self._reduced) if self._used else []
         if not names or self._backwards != 1 or self._wrapper.process_group.size() != dist.get_world_size():
