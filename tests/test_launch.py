@@ -28,8 +28,8 @@ os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["RANK"]
 began = 0.0
 
 
-def slow(*_, **__):
-    time.sleep(100)
+def slow(original):
+    return lambda *arguments, **more: time.sleep(100) if began else original(*arguments, **more)
 
 
 def failing(original):
@@ -48,14 +48,22 @@ def end_now(code, original=project.core.process._end_now):
     original(code)
 
 
-torch.distributed.destroy_process_group = lightning.pytorch.Trainer._teardown = slow
+torch.distributed.destroy_process_group = slow(torch.distributed.destroy_process_group)
+lightning.pytorch.Trainer._teardown = slow(lightning.pytorch.Trainer._teardown)
 project.lit.module.Classifier.training_step = failing(project.lit.module.Classifier.training_step)
 project.raw.trainer.Trainer.step = failing(project.raw.trainer.Trainer.step)
 project.core.process._end_now = end_now
 """
 LAUNCHERS = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"},
-    "srun": {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "localhost"},
+    "srun": {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODELIST": "localhost",
+    },
 }
 CODE = """
 import os, sys
@@ -295,3 +303,27 @@ def test_the_open_file_limit_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     project.core.process._allow_open_files()
     assert limits[-1] == (after, most)
+
+
+@pytest.mark.slow
+def test_a_broken_connection_is_no_wall_of_c10ds_frames() -> None:
+    """What torch raises comes to Python as ever; what it logs besides, with the frames of its C++, is silenced."""
+    script = """
+from project.core.process import run_command
+
+def main():
+    import torch.distributed as dist
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    client.check(["key"])
+
+run_command(main)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, env=environment
+    )
+    assert done.returncode == 1
+    assert "frame #" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: DistNetworkError: ")
