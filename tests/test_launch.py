@@ -25,6 +25,8 @@ import json, os, time
 import lightning.pytorch, torch.distributed
 import project.core.process, project.lit.module, project.raw.trainer
 os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["RANK"]
+if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    os.environ["TORCHELASTIC_ERROR_FILE"] += os.environ["RANK"]
 began = 0.0
 
 
@@ -57,12 +59,8 @@ project.core.process._end_now = end_now
 LAUNCHERS = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"},
     "srun": {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_JOB_ID": "1",
-        "SLURM_NODELIST": "localhost",
+        **{"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"},
+        **{"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"},
     },
 }
 CODE = """
@@ -251,7 +249,7 @@ def test_a_failure_in_a_step_is_said_before_a_teardown_that_waits_for_other_rank
     for module, (launcher, variables) in itertools.product(("project.fit", "project.fit_raw"), LAUNCHERS.items()):
         root = tmp_path / f"{module}-{launcher}"
         job = training(root.name, module, [*flags, "--trainer.default_root_dir", root])
-        environment = {**variables, "TORCHELASTIC_ERROR_FILE": f"{root}.json"} if launcher == "torchrun" else variables
+        environment = {**variables, "TORCHELASTIC_ERROR_FILE": f"{root}-"} if launcher == "torchrun" else variables
         jobs.append({**job, "text": FAILING + str(job["text"]), "env": environment})
     for name, ran in run_jobs(tmp_path, jobs).items():
         assert not ran.late, ran.out
@@ -262,7 +260,7 @@ def test_a_failure_in_a_step_is_said_before_a_teardown_that_waits_for_other_rank
         assert said < ended
         assert float(out[ended:].split()[2]) < 5
         if name.endswith("torchrun"):
-            message = json.loads((tmp_path / f"{name}.json").read_text())["message"]
+            message = json.loads((tmp_path / f"{name}-1").read_text())["message"]
             assert message["message"] == "RuntimeError: this is rank 1"
             assert "in failing" in message["extraInfo"]["py_callstack"] or "in step" in message["extraInfo"]["py_callstack"]
 
