@@ -6,7 +6,7 @@ import sys
 import time
 
 from project.core.errors import BadImageError, UserError
-from project.core.process import run_command
+from project.core.process import failure_said_at_once, run_command
 from project.guard import ReplicaError
 
 rank = int(os.environ["RANK"])
@@ -23,6 +23,13 @@ def main() -> int:
     if behaviour == "fail-then-notice":
         time.sleep(0.5 * (1 - rank))
         raise RuntimeError(f"this is rank {rank}")
+    if behaviour == "fail-in-a-group":  # which waits for the other ranks when it is left
+        try:
+            with failure_said_at_once():
+                time.sleep(60 * (1 - rank))
+                raise RuntimeError(f"this is rank {rank}")
+        finally:
+            time.sleep(60)
     if behaviour == "refuse":
         raise UserError("--flag is wrong")
     if behaviour == "report":

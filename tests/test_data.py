@@ -1,6 +1,9 @@
 """Batches: augmentation keyed by the sample, exact evaluation, and a loader that goes on where it was."""
 
 import gc
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from project.core.errors import BadImageError
 from project.core.index import load_splits
 from project.core.seed import mix, seeded
 from project.core.transforms import TrainTransform, val_transform
+from tests.conftest import REPOSITORY
 
 Make = Callable[..., Path]
 CONFIG = DataConfig(root="digits", train_size=32, val_resize=32, val_size=32)
@@ -181,3 +185,32 @@ def test_loader_processes_collect_nothing_of_the_trainers_and_fill_shared_memory
 def shared_collate(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.Tensor, torch.Tensor, bool]:
     images, targets, _ = collate(samples)
     return images, targets, images.is_shared()
+
+
+FOREIGN = """
+import multiprocessing, sys, time
+from project.core.data import Loader, init_worker
+
+def work():
+    time.sleep(0.5)
+    print("done", flush=True)
+
+if __name__ == "__main__":
+    mine = multiprocessing.get_context("fork").Process(target=work)
+    also_mine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.01,), daemon=True)
+    mine.start()
+    loader = Loader(range(8), num_workers=1, persistent_workers=True, worker_init_fn=init_worker)
+    batches = iter(loader)
+    next(batches)
+    also_mine.start()
+    from project.core.data import _workers
+    assert len(_workers) == 1 and mine not in _workers and also_mine not in _workers
+"""
+
+
+@pytest.mark.slow
+def test_a_programs_own_processes_are_left_alone_at_its_exit_and_the_loaders_do_not_hold_it() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", FOREIGN], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert time.monotonic() - began < 30

@@ -1,6 +1,10 @@
 """All ranks start together and end together, and the reason of an end is said last, once."""
 
+import itertools
+import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -10,10 +14,55 @@ from pathlib import Path
 
 import pytest
 
+import project.core.process
 from project.core.errors import UserError
 from project.core.launch import _free_port, launch
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, SMALL, run_jobs, training
 
+# Rank 1 fails in its second step; whatever leaves the group of the ranks, or Lightning, would wait for ever.
+FAILING = """
+import json, os, time
+import lightning.pytorch, torch.distributed
+import project.core.process, project.lit.module, project.raw.trainer
+os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["RANK"]
+if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    os.environ["TORCHELASTIC_ERROR_FILE"] += os.environ["RANK"]
+began = 0.0
+
+
+def slow(original):
+    return lambda *arguments, **more: time.sleep(100) if began else original(*arguments, **more)
+
+
+def failing(original):
+    def step(self, *arguments):
+        global began
+        place = self.place if hasattr(self, "place") else self.trainer
+        if os.environ["RANK"] == "1" and (place.step if hasattr(place, "step") else place.global_step) == 1:
+            began = time.monotonic()
+            raise RuntimeError("this is rank 1")
+        return original(self, *arguments)
+    return step
+
+
+def end_now(code, original=project.core.process._end_now):
+    os.write(1, f"ends after {time.monotonic() - began:.1f} s\\n".encode() if began else b"")
+    original(code)
+
+
+torch.distributed.destroy_process_group = slow(torch.distributed.destroy_process_group)
+lightning.pytorch.Trainer._teardown = slow(lightning.pytorch.Trainer._teardown)
+project.lit.module.Classifier.training_step = failing(project.lit.module.Classifier.training_step)
+project.raw.trainer.Trainer.step = failing(project.raw.trainer.Trainer.step)
+project.core.process._end_now = end_now
+"""
+LAUNCHERS = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"},
+    "srun": {
+        **{"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"},
+        **{"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"},
+    },
+}
 CODE = """
 import os, sys
 import project.core.launch
@@ -57,6 +106,7 @@ def no_rank_is_left():  # type: ignore[no-untyped-def]
         ("end", 0, ""),
         ("fail-on-1", 1, "error: rank 1: cannot read the image x.jpg\n"),
         ("fail-then-notice", 1, "error: rank 1: RuntimeError: this is rank 1\n"),
+        ("fail-in-a-group", 1, "error: rank 1: RuntimeError: this is rank 1\n"),
         ("report", 1, "error: weights differ\nFix: this\n"),
         ("refuse", 2, "error: --flag is wrong\n"),
         ("killed", 137, "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"),
@@ -67,7 +117,7 @@ def test_A10_the_first_reason_is_said_last(behaviour: str, code: int, last: str)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert err.endswith(last)
-    assert ("Traceback" in err) == (behaviour == "fail-then-notice")
+    assert ("Traceback" in err) == (behaviour in ("fail-then-notice", "fail-in-a-group"))
     assert err.count("error: ") == (behaviour != "end")
     first, second = sorted(line.split() for line in out.splitlines())
     assert (first[0], second[0]) == ("0", "1")
@@ -177,7 +227,9 @@ def test_a_rank_ends_well_while_a_thread_of_gloos_still_holds_a_tensor(tmp_path:
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "x"}
     command = [sys.executable, "-m", "tests.ending_rank", str(tmp_path)]
     ranks = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, env={**os.environ, **environment, "RANK": r})
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, encoding="utf-8", cwd=REPOSITORY, env={**os.environ, **environment, "RANK": r}
+        )
         for r in ("0", "1")
     ]
     try:
@@ -189,3 +241,93 @@ def test_a_rank_ends_well_while_a_thread_of_gloos_still_holds_a_tensor(tmp_path:
     for r in (0, 1):  # and all that an end does was done
         assert (tmp_path / f"atexit-{r}.txt").exists()
         assert (tmp_path / f"open-{r}.txt").read_text(encoding="utf-8") == "written"
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_step_is_said_before_a_teardown_that_waits_for_other_ranks(tmp_path: Path) -> None:
+    """By torchrun and by srun, which end the other ranks themselves; once, and into torchrun's file."""
+    flags = [*SMALL, "--devices", "2", "--max_epochs", "1", "--data.num_workers", "0", "--trainer.limit_train_batches", "3"]
+    jobs = []
+    for module, (launcher, variables) in itertools.product(("project.fit", "project.fit_raw"), LAUNCHERS.items()):
+        root = tmp_path / f"{module}-{launcher}"
+        job = training(root.name, module, [*flags, "--trainer.default_root_dir", root])
+        environment = {**variables, "TORCHELASTIC_ERROR_FILE": f"{root}-"} if launcher == "torchrun" else variables
+        jobs.append({**job, "text": FAILING + str(job["text"]), "env": environment})
+    for name, ran in run_jobs(tmp_path, jobs).items():
+        assert not ran.late, ran.out
+        out = ran.out[1]
+        assert ran.codes[1] == 1, out
+        assert out.count("error: ") == 1
+        said, ended = out.index("error: rank 1: RuntimeError: this is rank 1"), out.index("ends after ")
+        assert said < ended
+        assert float(out[ended:].split()[2]) < 5
+        if name.endswith("torchrun"):
+            message = json.loads((tmp_path / f"{name}-1").read_text(encoding="utf-8"))["message"]
+            assert message["message"] == "RuntimeError: this is rank 1"
+            assert "in failing" in message["extraInfo"]["py_callstack"] or "in step" in message["extraInfo"]["py_callstack"]
+
+
+def test_a_command_ends_with_the_one_that_has_started_it(tmp_path: Path) -> None:
+    """However that ends: a comparison that is killed leaves no trainer behind, a benchmark no contestant."""
+    command = "import os, time; from project.core.process import run_command; os.write(1, b'started'); "
+    command += "run_command(lambda: time.sleep(60))"
+    script = f"import subprocess, sys; from project.core.process import ends_with_this; c = [sys.executable, '-c', {command!r}]; "
+    script += "subprocess.Popen(c, **ends_with_this({})).wait()"
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert os.read(process.stdout.fileno(), 7) == b"started"
+    process.kill()
+    killed = time.monotonic()
+    process.wait()
+    assert process.stdout.read() == b""  # which ends when nobody holds the other end any more
+    assert time.monotonic() - killed < 20
+    process.stdout.close()
+
+
+def test_whatever_starts_a_command_ties_it_to_itself() -> None:
+    starts = [
+        path
+        for path in (REPOSITORY / "project").rglob("*.py")
+        if re.search(r"subprocess\.(Popen|run)\(", path.read_text(encoding="utf-8"))
+    ]
+    assert len(starts) > 2
+    for path in starts:
+        for started in re.findall(
+            r"subprocess\.(?:Popen|run)\(.*?\n *\)(?:\.\w+)?\n", path.read_text(encoding="utf-8"), flags=re.DOTALL
+        ):
+            assert "ends_with_this(" in started or "ALIVE" in path.read_text(encoding="utf-8"), started
+
+
+@pytest.mark.parametrize(("now", "most", "after"), [(1024, 524288, 65536), (1024, 4096, 4096), (500000, 524288, 500000)])
+def test_the_open_file_limit_is_raised_and_never_lowered(
+    now: int, most: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(now, most)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    project.core.process._allow_open_files()
+    assert limits[-1] == (after, most)
+
+
+@pytest.mark.slow
+def test_a_broken_connection_is_no_wall_of_c10ds_frames() -> None:
+    """What torch raises comes to Python as ever; what it logs besides, with the frames of its C++, is silenced."""
+    script = """
+from project.core.process import run_command
+
+def main():
+    import torch.distributed as dist
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    client.check(["key"])
+
+run_command(main)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", cwd=REPOSITORY, timeout=60, env=environment
+    )
+    assert done.returncode == 1
+    assert "frame #" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: DistNetworkError: ")

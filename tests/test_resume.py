@@ -86,7 +86,12 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_E1_E2_E10_interrupted_at_every_boundary(
-    module: str, data: Path, uninterrupted: dict[str, Any], interrupt_at: Callable[[int], list[str]], tmp_path: Path
+    module: str,
+    data: Path,
+    uninterrupted: dict[str, Any],
+    interrupt_at: Callable[[int], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Steps 1 and 3 of the first epoch; its validation's first batch and end; the last step, inside that validation; none."""
     fit, places = FIT[module], {}
@@ -100,6 +105,11 @@ def test_E1_E2_E10_interrupted_at_every_boundary(
             break
         assert code == 128 + signal.SIGTERM
         places[n] = asked[-1]
+        if n == 4:  # and in the validation that goes on, before any step
+            interrupt_at(1)
+            capsys.readouterr()
+            assert fit([*arguments, "--ckpt_path", "last"]) == 128 + signal.SIGTERM
+            assert "goes on after step 3: " in capsys.readouterr().err
         interrupt_at(0)
         assert fit([*arguments, "--ckpt_path", "last"]) == 0
         assert_equal(what_counts(out), uninterrupted)

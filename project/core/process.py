@@ -224,6 +224,8 @@ def _allow_open_files() -> None:
 
 def end_at_once(number: int, frame: object) -> None:
     """What a signal does to a rank until the training listens; our launcher then ends the others, and says it once."""
+    if _said:  # by torchrun, after a failure
+        _end_now(1)
     text = f"ended by {signal.Signals(number).name} before the first step\n"
     if started_by_us():
         _write(Path(os.environ[ERROR_FILE]), text, 128 + number)
