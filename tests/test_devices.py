@@ -275,9 +275,10 @@ def test_a_validation_inside_an_epoch_resumes_exactly_on_two_ranks(data: Path, t
         ("resumed", "resumed", "", ["--ckpt_path", "last"]),
     ):
         arguments = [*RUN, "--devices", "2", "--data.root", str(data), "--trainer.val_check_interval", "2", *more]
-        arguments += ["--trainer.default_root_dir", str(tmp_path / folder)]
+        arguments += ["--data.drop_last", "true", "--trainer.default_root_dir", str(tmp_path / folder)]
         text = IN_VALIDATION.format(arguments=arguments, stop=stop)
-        jobs.append({"name": name, "text": text, "env": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}})
+        environment = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
+        jobs.append({"name": name, "text": text, "env": environment, "timeout": 100})
     ran = run_jobs(tmp_path, jobs)
     assert ran["whole"].codes == ran["resumed"].codes == [0, 0], ran
     assert ran["stopped"].codes == [128 + signal.SIGTERM] * 2, ran["stopped"].out
