@@ -25,7 +25,7 @@ from project.core.decode import read_image
 from project.core.errors import NothingToDo, UserError, WriteError
 from project.core.index import load_splits
 from project.core.preparing import images as prepare_module
-from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL
+from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, class_archives
 from project.core.preparing.images import prepare_image, prepare_items, read_item
 from project.core.preparing.record import BEGUN, LOCK, PARTIAL, RECORD, Settings
 from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, estimate
@@ -555,3 +555,25 @@ def test_killed_and_resumed_equals_undisturbed(many: Path, tmp_path: Path) -> No
     different = {"seconds", "date"}
     one, other = ({k: v for k, v in record(f).items() if k not in different} for f in (dst, tmp_path / "undisturbed"))
     assert one == other
+
+
+def test_what_systems_leave_in_a_source_is_no_class_and_no_image(tmp_path: Path) -> None:
+    """In class folders, beside flat validation images, and among the archives of the classes."""
+    inside = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
+    for k, name in enumerate(("ant", "bee")):
+        write_images(inside / "train" / name, 2, shade=50 * k)
+        write_images(inside / "train" / name / "@eaDir" / "0.jpg", 1)
+        write_images(inside / "val", 1, start=k)
+    (inside / "train" / "__MACOSX" / "ant").mkdir(parents=True)
+    (inside / "val" / ".ipynb_checkpoints").mkdir()
+    (inside / "val" / "0.xml").write_text("an annotation of 0.jpg")
+    (inside / "val" / "._1.jpg").write_bytes(b"AppleDouble")
+    (tmp_path / SOLUTION).write_text("ImageId,PredictionString\n0,ant 1 2 3 4\n1,bee 1 2 3 4\n")
+    settings = Settings(src=str(tmp_path), short_side=32, quality=90, val_short_side=None)
+    train, val = find_source(settings)
+    assert (train.classes, train.count, train.ignored[0]) == (["ant", "bee"], 4, 3)
+    assert [Path(item.path).name for item in val.items()] == ["0.jpg", "1.jpg"]
+    assert val.ignored[0] == 3
+    images = tar({"n1_0.JPEG": (inside / "val" / "0.jpg").read_bytes()})
+    (tmp_path / TRAIN).write_bytes(tar({"._n1.tar": b"AppleDouble", "n1.tar": images}))
+    assert list(class_archives(tmp_path / TRAIN)) == ["n1"]
