@@ -11,14 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from project.compare import judged, parse
 from project.core.errors import UserError
-from project.parity.comparison import Outcome, Request, Stage, compare_folders, compare_trainers, default_arguments, new_folder
+from project.core.record import digest
+from project.parity.comparison import (
+    Outcome,
+    Request,
+    Stage,
+    _measured,
+    compare_folders,
+    compare_trainers,
+    default_arguments,
+    new_folder,
+)
 from project.parity.report import write_report
 from project.parity.run import CannotTell, load_run
-from project.parity.trainers import clean_environment
+from project.parity.trainers import clean_environment, train
 from project.parity.verdict import lines
 from tests.conftest import SMALL, Finished, run_module
 from tests.hand_made import make_ranks, steps, write_ranks
@@ -178,6 +189,42 @@ def test_nan_is_drawn_and_written(outcome: Callable[..., Outcome], tmp_path: Pat
     page = write_report(found, tmp_path / "out").read_text(encoding="utf-8")
     assert "Not equivalent from step 2" in page
     assert "nan" not in re.findall(r' d="([^"]*)"', page)[0].lower()
+
+
+def test_nan_in_both_is_no_difference_between_them(tmp_path: Path) -> None:
+    """It is named with its step, its rank and its own causes; and there is nothing to measure."""
+    for name in ("a", "b"):
+        ranks = make_ranks(folder=tmp_path / name)
+        steps(ranks[1])[2]["batches"][0].update(loss=float("nan"))
+        ruined = digest(torch.full((3, 4), float("nan")))
+        for events in ranks.values():
+            for step in steps(events)[2:]:
+                step["reduced"] = step["weights"] = {"conv": ruined, "fc": ruined}
+        write_ranks(ranks, tmp_path / name)
+    found = compare_folders(tmp_path / "a", tmp_path / "b")
+    text = " ".join(lines(found, "report.html"))
+    assert "NAN OR INFINITY IN BOTH FROM STEP 2: FORWARD" in text
+    assert "In both, which are equal up to there, at step 2, rank 1, phase forward: finite: the loss is nan." in text
+    assert "the rate: too high" in text
+    assert "Between the two" not in text
+    assert "the rate: too high" in write_report(found, tmp_path / "out").read_text()
+    [stage] = found.stages
+    request = Request(tmp_path / "unused", ())
+    assert _measured(request, stage, [], [], {}) is stage  # which starts nothing
+
+
+def test_a_training_that_ended_itself_as_ruined_is_compared(tmp_path: Path) -> None:
+    script = "import sys; print('error: words'); sys.exit(1)"
+    with pytest.raises(CannotTell, match="ended with exit code 1. Its own message:\nerror: words"):
+        train([sys.executable, "-c", script], [], tmp_path / "failed", name="raw trainer", timeout=60)
+    ranks = make_ranks()
+    for events in ranks.values():
+        events[-1]["ruined"] = True
+    write_ranks(ranks, tmp_path / "record")
+    copies = f"import shutil; shutil.copytree({str(tmp_path / 'record')!r}, sys.argv[sys.argv.index('--record') + 1]);"
+    script = f"import sys; {copies} sys.exit(1)"
+    done = train([sys.executable, "-c", script], [], tmp_path / "ruined", name="raw trainer", timeout=60)
+    assert done.run.steps == 6
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

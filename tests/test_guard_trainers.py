@@ -13,7 +13,7 @@ import project.raw.run
 from project.core.checkpoint import extract_state_dict
 from project.core.config import GuardConfig
 from project.core.errors import UserError
-from project.guard import ReplicaError
+from project.core.ruin import Ruined
 from project.lit.cli import ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
 from tests.conftest import SMALL, run_jobs, training
@@ -88,7 +88,7 @@ def test_M3_nothing_is_saved_after_a_gradient_that_is_not_finite(
     monkeypatch.setattr(nn.CrossEntropyLoss, "forward", nan_at_the_fourth)
     flags = [*SMALL, "--config", "configs/digits.yaml", "--devices", "1", "--max_epochs", "1", "--data.num_workers", "0"]
     flags += ["--data.root", str(make_data(train=48, val=6)), "--data.global_batch_size", "8", "--checkpoint.every_steps", "1"]
-    with pytest.raises(ReplicaError, match="a gradient of step 4 is NaN or infinite"):
+    with pytest.raises(Ruined, match=r"after step 4.*\nAfter step 3 all were finite. The loss was not finite from step 4 on"):
         fit([*flags, "--trainer.default_root_dir", str(tmp_path)])
     saved = torch.load(tmp_path / "runs/0/checkpoints/last.ckpt", map_location="cpu", weights_only=True)
     assert saved["lockstep"]["step"] == 3

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision.precision import Precision
 from project.core.errors import UserError
 
 _AVERAGE = "it would save the average in the place of the weights; give --model.ema_decay, which keeps both"
-_FREEZES = "it freezes a part that it must find in the model, and a ResNet has none with such a name"
+_FREEZES = "it freezes a part of the model that a ResNet has no name for; give --model.weights, and all of it is trained"
 _NO_PREDICTION = "nothing is predicted in a training; use python -m project.predict"
 
 # Name of a class of Lightning's, which stands for those that are derived from it -> why it is refused, and the remedy.
@@ -29,7 +29,7 @@ CALLBACKS = {
     "LearningRateFinder": "it would train, and go back; try rates with --model.lr and --trainer.max_steps",
     "BackboneFinetuning": _FREEZES,
     "BaseFinetuning": _FREEZES,
-    "ModelPruning": "its checkpoints hold masks and other names of weights, which no other command reads",
+    "ModelPruning": "its checkpoints hold masks and other names of weights, which no command reads; leave it out",
     "Timer": "give --trainer.max_time DD:HH:MM:SS, which is the same",
     "OnExceptionCheckpoint": "what it saves lies between two steps, on one rank; give --checkpoint.every_steps",
     "BasePredictionWriter": _NO_PREDICTION,
@@ -60,7 +60,7 @@ def refuse_flags(trainer: Any) -> None:
     """
     for name, (accepted, reason) in FLAGS.items():
         value = trainer[name]
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
+        if not any(type(value) is type(each) and value == each for each in accepted):  # 1 batch is not 1.0, all of them
             raise UserError(f"--trainer.{name} {_shown(value)}: {reason}.")
 
 
