@@ -207,7 +207,7 @@ def test_nan_in_both_is_no_difference_between_them(tmp_path: Path) -> None:
     assert "In both, which are equal up to there, at step 2, rank 1, phase forward: finite: the loss is nan." in text
     assert "the rate: too high" in text
     assert "Between the two" not in text
-    assert "the rate: too high" in write_report(found, tmp_path / "out").read_text()
+    assert "the rate: too high" in write_report(found, tmp_path / "out").read_text(encoding="utf-8")
     [stage] = found.stages
     request = Request(tmp_path / "unused", ())
     assert _measured(request, stage, [], [], {}) is stage  # which starts nothing

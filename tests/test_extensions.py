@@ -21,7 +21,7 @@ ACCEPTED = {**{name: accepted[0] for name, (accepted, _) in FLAGS.items()}, **di
 
 def table(title: str) -> dict[str, str]:
     """Name -> works or refused, of a table of the page."""
-    [part] = [part for part in PAGE.read_text().split("\n## ") if part.startswith(title)]
+    [part] = [part for part in PAGE.read_text(encoding="utf-8").split("\n## ") if part.startswith(title)]
     rows = [line.split("|")[1:3] for line in part.splitlines() if line.startswith("| `")]
     return {name: says.strip(" *") for names, says in rows for name in re.findall("`(.+?)`", names)}
 
@@ -141,6 +141,6 @@ def test_some_that_work_in_one_training(tmp_path: Path, monkeypatch: pytest.Monk
     saved = {path.name for path in (run / "checkpoints").iterdir()}
     assert {"best.ckpt", "last.ckpt"} < saved
     assert any(name.startswith("epoch=") for name in saved)
-    names = (run / "metrics.csv").read_text().splitlines()[0]
+    names = (run / "metrics.csv").read_text(encoding="utf-8").splitlines()[0]
     assert "DeviceStatsMonitor.on_train_batch_start/cpu_percent" in names
     assert "lr-" in names
