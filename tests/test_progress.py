@@ -70,3 +70,8 @@ def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("FORCE_COLOR", "1")
     train(enabled=False).close()
     assert capsys.readouterr().out == ""
+
+
+def test_a_note_is_said_without_a_bar_too(capsys: pytest.CaptureFixture[str]) -> None:
+    train(enabled=False).note("note  words [in brackets]")
+    assert capsys.readouterr().out == "note  words [in brackets]\n"
