@@ -4,9 +4,10 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from project.core.errors import BadImageError, UserError
-from project.core.process import failure_said_at_once, run_command
+from project.core.process import ERROR_FILE, failure_said_at_once, run_command
 from project.guard import ReplicaError
 
 rank = int(os.environ["RANK"])
@@ -21,7 +22,8 @@ def main() -> int:
             raise BadImageError("cannot read the image x.jpg")
         time.sleep(60)
     if behaviour == "fail-then-notice":
-        time.sleep(0.5 * (1 - rank))
+        while rank == 0 and not Path(os.environ[ERROR_FILE]).with_name("1.json").exists():
+            time.sleep(0.05)
         raise RuntimeError(f"this is rank {rank}")
     if behaviour == "fail-in-a-group":  # which waits for the other ranks when it is left
         try:

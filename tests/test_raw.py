@@ -262,7 +262,6 @@ def test_every_keyword_of_lightnings_trainer_is_known() -> None:
         ("strategy: {class_path: DDPStrategy, init_args: {start_method: spawn}}", "trainer.strategy"),
         ("val_check_interval: 1", "trainer.val_check_interval 1"),  # one batch; 1.0 is the whole epoch
         ("max_time: 00:01:00:00", "trainer.max_time"),
-        ("precision: bf16-true", "trainer.precision 'bf16-true'"),
         ("gradient_clip_algorithm: median", "trainer.gradient_clip_algorithm"),
     ],
 )

@@ -126,7 +126,7 @@ def test_commands_for_clusters_parse(block: tuple[str, ...], monkeypatch: pytest
         nodes, local = map(int, size)
         simulate(by, nodes, local, monkeypatch)
         assert world_of_launcher() == (nodes * local, local)
-        ranks = find_rank("cpu")
+        ranks = find_rank("cpu", [0] * local)
         assert (ranks.rank, ranks.local_rank, ranks.world_size) == ((nodes - 1) * local + 1, 1, nodes * local)
         given = launcher + re.findall(r"^#SBATCH (\S+)=(\S+)$", text, re.MULTILINE)
         assert options(given) >= {("nodes", str(nodes)), ("tasks", str(local))}

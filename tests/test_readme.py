@@ -85,7 +85,7 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name
-    for name in re.findall(r"\]\((notebooks/[^)]+)\)", README):
+    for name in re.findall(r"\]\((notebooks/[^)#]+)[)#]", README):
         assert (REPOSITORY / name).is_file(), name
 
 

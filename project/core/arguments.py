@@ -111,9 +111,12 @@ def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> li
 
 def shorten(message: str) -> str:
     """One short message instead of forty lines of usage and types: the flag, its value, and what may be given."""
+    refused = re.search(r"(Problem with given class_path [^\n]*)\n([^\n]+)", message)  # in the words of the class, behind it
     wrong = re.match(r'Parser key "([\w.]+)":(.*)', message.strip(), re.DOTALL)
     if wrong is None or " value:" not in wrong.group(2):
         first, *rest = message.strip().splitlines()
+        if refused is not None:
+            return f"{refused.group(1)} {refused.group(2).strip(' -')}"
         return "\n".join([first, *(rest if len(rest) <= 2 else ())])
     key, text = wrong.groups()
     expected, found, value = text.rpartition("Given value:")  # of a union, behind what is wrong by each of its types
@@ -125,9 +128,8 @@ def shorten(message: str) -> str:
     lacks = re.search(r"the following arguments are required: (.+)", expected)
     if lacks is not None:
         return f"--{key} {value} needs {', '.join(f'--{key}.{name}' for name in lacks.group(1).split(', '))}."
-    refused = re.search(r"Problem with given class_path [^\n]*\n([^\n]+)", expected)  # in the words of the class
     if refused is not None:
-        return f"--{key} {value}: {refused.group(1).strip(' -')}"
+        return f"--{key} {value}: {refused.group(2).strip(' -')}"
     return f"--{key} {value}: give {_allowed(key, expected)}."
 
 

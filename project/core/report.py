@@ -80,10 +80,8 @@ def percent(share: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any]) -> str:
-    """Top-1 of an evaluation, and that of the moving average where there is one, else top-5."""
-    second = f"EMA {percent(float(metrics['val/ema_top1']))}" if "val/ema_top1" in metrics else ""
-    second = second or f"top-5 {percent(float(metrics['val/top5']))}"
-    return f"top-1 {percent(float(metrics['val/top1']))}, {second}"
+    """Top-1 and top-5 of an evaluation."""
+    return f"top-1 {percent(float(metrics['val/top1']))}, top-5 {percent(float(metrics['val/top5']))}"
 
 
 def status(row: Mapping[str, float]) -> str:
@@ -95,8 +93,13 @@ def status(row: Mapping[str, float]) -> str:
 
 
 def epoch_line(loss: float | None, metrics: Mapping[str, Any], *, seconds: float, images_per_s: float, wait: float) -> str:
-    """The mean training loss, the validation, and how fast the epoch was; the validation alone where nothing was trained."""
-    validated = f"val loss {float(metrics['val/loss']):.3f}, {accuracy(metrics)}, {seconds:.0f} s"
+    """The mean training loss, the validation, and how fast the epoch was; the validation alone where nothing was trained.
+
+    With top-5, which metrics.csv has, it would be wider than a terminal.
+    """
+    average = f", EMA {percent(float(metrics['val/ema_top1']))}" if "val/ema_top1" in metrics else ""
+    scored = f"val loss {float(metrics['val/loss']):.3f}, top-1 {percent(float(metrics['val/top1']))}{average}"
+    validated = f"{scored}, {seconds:.0f} s"
     if loss is None:
         return validated
     return f"loss {loss:.3f}, {validated}, {images_per_s:,.0f} img/s, wait {100 * wait:.0f} %"
