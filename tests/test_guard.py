@@ -234,6 +234,7 @@ def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]
     assert rows[0][:2] == ["0", "finite"]
     assert rows[1][:3] == ["1", "not", "finite"]
     assert len(rows[0][2:]) == len(rows[1][3:]) == 4
+    assert report.rstrip().endswith("Save only after guard.finite().")  # the author of a script can
 
 
 @pytest.mark.slow

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 import project.lit.run
 import project.raw.run
 from project.core.checkpoint import extract_state_dict
 from project.core.config import GuardConfig
 from project.core.errors import UserError
-from project.core.ruin import Ruined
-from project.lit.cli import ValidateCLI
+from project.core.ruin import IF_NOT_FINITE, Ruined
+from project.guard import ReplicaGuard
+from project.guard.replica_guard import _report_not_finite
+from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
+from project.raw.guard import Guard
 from tests.conftest import SMALL, run_jobs, training
 
 RUN = [
@@ -72,6 +76,21 @@ def test_the_guard_changes_no_bit(tmp_path: Path) -> None:
     assert len(ends["without"]) > 100
     for name in ("lit", "raw"):
         torch.testing.assert_close(ends[name], ends["without"], rtol=0, atol=0)
+
+
+def test_a_report_of_a_gradient_advises_the_trainers_user_by_flags() -> None:
+    trainer = TrainCLI(["--config", "configs/digits.yaml", "--data.root", "digits", "--devices", "1"]).trainer
+    [callback] = [each for each in trainer.callbacks if isinstance(each, ReplicaGuardCallback)]  # type: ignore[attr-defined]
+    model = nn.Linear(2, 2)
+    own, raw = ReplicaGuard(model, SGD(model.parameters(), lr=0.1), **callback.options), Guard(GuardConfig())
+    raw.attach(model, SGD(model.parameters(), lr=0.1))
+    assert raw._guard is not None
+    for guard in (own, raw._guard):
+        report = _report_not_finite({"bad": 3, "step": 3, "advice": guard.if_not_finite}, {}, 1)
+        assert report.endswith(IF_NOT_FINITE)
+        assert "--model.lr" in report
+        assert "guard." not in report
+        guard.close()
 
 
 @pytest.mark.slow

@@ -13,6 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+# What the guard's report of a gradient advises the user of a trainer, who has flags and no script.
+IF_NOT_FINITE = (
+    "No state from this step on was saved. Look at the samples of a rank whose output is not finite; else lower the rate\n"
+    "(--model.lr) or lengthen its warm-up (--model.warmup_epochs), clip the gradients (--trainer.gradient_clip_val 1), or give\n"
+    "--trainer.precision 32-true."
+)
+
 _NEVER = 2**62  # the step of a loss that was always finite
 
 

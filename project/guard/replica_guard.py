@@ -741,6 +741,7 @@ class ReplicaGuard:
         ledger: False keeps no account of samples: each rank has a data set of its own, or repeats samples on purpose.
         reduction: False does not compare DDP's gradients with the mean of the ranks' own: a communication hook of yours makes
             something else of them on purpose.
+        if_not_finite: What the report of a NaN or infinite gradient advises; by default what the author of a script can do.
         quiet: No line at the end of an epoch.
 
     Raises:
@@ -761,11 +762,13 @@ class ReplicaGuard:
         folder: str | os.PathLike[str] | None = None,
         ledger: bool = True,
         reduction: bool = True,
+        if_not_finite: str | None = None,
         quiet: bool = False,
     ) -> None:
         if every < 1 or timeout_s <= 0:
             raise ValueError(f"ReplicaGuard(every={every}, timeout_s={timeout_s}): give 1 step or more, and more than 0 seconds")
         self.every, self.indices, self.ledger, self.quiet = every, indices, ledger, quiet
+        self.if_not_finite = _IF_NOT_FINITE if if_not_finite is None else if_not_finite
         self.settings, self.folder = settings or {}, Path(folder) if folder is not None else None
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.wrapper = getattr(model, "_orig_mod", model)  # of a compiled one
@@ -1038,7 +1041,7 @@ class ReplicaGuard:
         self._raise_if_over()
         bad = int(self._bad[0])
         if bad >= 0:
-            self._alarm("not-finite", bad=bad)
+            self._alarm("not-finite", bad=bad, advice=self.if_not_finite)
 
     def end(self, this: _Pass) -> None:
         """The end of an epoch: waits until all ranks have come here and everything has been compared."""
@@ -1431,7 +1434,7 @@ class ReplicaGuard:
             self._outbox.popleft()
             bad = letter.bad.read()[0] if letter.bad is not None else -1
             if bad >= 0:
-                self._alarm("not-finite", bad=bad)
+                self._alarm("not-finite", bad=bad, advice=self.if_not_finite)
         if self._store.check(["alarm"]):
             self._answer(json.loads(self._store.get("alarm")))
         else:
@@ -2134,12 +2137,14 @@ def _report_not_finite(alarm: Finding, answers: Answers, world_size: int) -> str
     return (
         f"a gradient of step {alarm['bad']} is NaN or infinite, the first one (found after step {alarm['step']})\n"
         f"{_table(['rank', 'model output', 'samples of this step'], rows)}\n"
-        "Averaging spreads it to all ranks, and the update to all weights: checkpoints from this step on "
-        "are lost. Look at the samples\n"
-        "of a rank whose output is not finite; else at the loss (a logarithm or a division by 0), then "
-        "at the learning rate. Save only\n"
-        "after guard.finite()."
+        f"Averaging spreads it to all ranks, and the update to all weights.\n{alarm['advice']}"
     )
+
+
+_IF_NOT_FINITE = (
+    "Checkpoints from this step on are lost. Look at the samples of a rank whose output is not finite; else at the loss (a\n"
+    "logarithm or a division by 0), then at the learning rate. Save only after guard.finite()."
+)
 
 
 def _report_hang(alarm: Finding, answers: Answers, world_size: int) -> str:

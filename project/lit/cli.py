@@ -15,6 +15,7 @@ from project.core.data import numbers_of
 from project.core.device import find_device, one_gpu_per_task
 from project.core.errors import UserError
 from project.core.process import drop_stale_variables, started_by_others
+from project.core.ruin import IF_NOT_FINITE
 from project.lit.accelerator import OwnGPU
 from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
 from project.lit.checks import CheckAlike
@@ -147,7 +148,8 @@ class TrainCLI(LightningCLI):
         config: GuardConfig = self.config_init.guard
         if not config.every or self.command != "fit":
             return []
-        return [ReplicaGuardCallback(every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True)]
+        options: dict[str, Any] = {"indices": numbers_of, "if_not_finite": IF_NOT_FINITE, "quiet": True}
+        return [ReplicaGuardCallback(every=config.every, timeout_s=config.timeout, **options)]
 
 
 def default_callbacks(config: Any, given: list[Callback], *, ema: bool) -> list[Callback]:

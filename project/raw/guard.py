@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from project.core.config import GuardConfig
 from project.core.data import ResumableLoader, numbers_of
+from project.core.ruin import IF_NOT_FINITE
 from project.guard import ReplicaGuard
 
 
@@ -23,7 +24,13 @@ class Guard:
         config = self.config
         if config.every:
             self._guard = ReplicaGuard(
-                model, optimizer, every=config.every, timeout_s=config.timeout, indices=numbers_of, quiet=True
+                model,
+                optimizer,
+                every=config.every,
+                timeout_s=config.timeout,
+                indices=numbers_of,
+                if_not_finite=IF_NOT_FINITE,
+                quiet=True,
             )
 
     def epoch(self, loader: ResumableLoader[Any], *, batches: int) -> Iterator[Any]:
