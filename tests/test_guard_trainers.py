@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 import project.lit.run
 import project.raw.run
+from project.core.arguments import expand
 from project.core.checkpoint import extract_state_dict
 from project.core.config import GuardConfig
 from project.core.errors import UserError
@@ -79,7 +80,7 @@ def test_the_guard_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_a_report_of_a_gradient_advises_the_trainers_user_by_flags() -> None:
-    trainer = TrainCLI(["--config", "configs/digits.yaml", "--data.root", "digits", "--devices", "1"]).trainer
+    trainer = TrainCLI(expand(["--devices", "1"], train=True)).trainer
     [callback] = [each for each in trainer.callbacks if isinstance(each, ReplicaGuardCallback)]  # type: ignore[attr-defined]
     model = nn.Linear(2, 2)
     own, raw = ReplicaGuard(model, SGD(model.parameters(), lr=0.1), **callback.options), Guard(GuardConfig())
