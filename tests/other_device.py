@@ -83,7 +83,10 @@ def calculate(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
     def wrap(value: Tensor) -> Tensor:
         if id(value) in inputs:  # it was changed in place
-            return inputs[id(value)]
+            tensor = inputs[id(value)]
+            if tensor.shape != value.shape:  # room was made for a result in it
+                tensor.data = on_device(value)
+            return tensor
         return on_device(value if value.untyped_storage()._cdata in memory else value.contiguous())  # a view stays one
 
     return pytree.tree_map_only(Tensor, wrap, operation(*args, **kwargs))

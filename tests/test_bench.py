@@ -112,13 +112,15 @@ def test_bench_step_paces_both_trainers_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_contestant_that_cannot_start_is_reported() -> None:
-    environment = {**os.environ, "LOCKSTEP_CACHE": "/dev/null/nowhere"}
+def test_a_contestant_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        (tmp_path / "digits-1" / part).mkdir(parents=True)  # without an image
+    environment = {**os.environ, "LOCKSTEP_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "project.bench", "step", "--tiny", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, cwd=REPOSITORY, env=environment)
     assert done.returncode == 2
     assert "raw trainer ended with exit code" in done.stderr
-    assert "/dev/null/nowhere" in done.stderr
+    assert f"{tmp_path}/digits-1/train is empty" in done.stderr
 
 
 @pytest.mark.slow

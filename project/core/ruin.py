@@ -51,7 +51,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
         return []
     # A NaN or an infinity stays in a sum, which is much faster on a CPU than looking at each element.
     sums = torch.stack([value.sum(dtype=torch.float32) for value in floating.values()])
-    suspects = [name for name, finite in zip(floating, sums.isfinite().tolist(), strict=True) if not finite]
+    suspects = [name for name, total in zip(floating, sums.tolist(), strict=True) if not math.isfinite(total)]
     return [name for name in suspects if not floating[name].isfinite().all()]  # a sum of finite elements may overflow
 
 

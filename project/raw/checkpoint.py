@@ -80,6 +80,7 @@ def make_checkpoint(state: State, data: ImageFolders, place: Place, *, history: 
         "step": place.step,
         "batches": place.batches,
         "complete": place.complete,
+        "pending": place.batches == data.plan.batches and not place.complete,
         "metrics": place.metrics,
         "best": dict(place.best),
         "history": history,
