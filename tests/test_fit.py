@@ -243,7 +243,7 @@ def test_photographs(tmp_path: Path) -> None:
         *("project.fit", "--config", "configs/imagenet_resnet50.yaml", *SMALL, "--data.root", tiny, "--devices", 2),
         *("--strategy", "ddp", "--data.train_size", 64, "--data.val_resize", 64, "--data.val_size", 64, "--max_epochs", 1),
         *("--data.global_batch_size", 128, "--trainer.limit_train_batches", 8, "--trainer.default_root_dir", tmp_path),
-        *("--precision", "bf16-mixed", "--data.num_workers", 1),
+        *("--data.num_workers", 1),  # in the precision that this processor is fast in
     )
     assert finished.code == 0, finished.err
     assert "5,000 training and 500 validation images, 10 classes" in finished.out

@@ -147,7 +147,7 @@ def report_failure(error: BaseException) -> int:
     if started_by_us():
         _write(Path(os.environ[ERROR_FILE]), text, code)
         return code
-    if code and ERROR_FILE in os.environ:
+    if code == 1 and ERROR_FILE in os.environ:  # a refusal is said once; torchrun would quote it
         _tell_torchrun(error)
     on_all_ranks = code == 2 or any(getattr(each, "same_on_all_ranks", False) for each in _chain(error))
     if on_all_ranks and not is_first_rank():  # let rank 0 speak, after which torchrun ends all
