@@ -74,6 +74,12 @@ MISTAKES = {
         (OPTIMIZER, ""),
     ],
     "eval": [(WATCHED, f"{WATCHED}\n    ddp_model.train(rank == 0)")],
+    "eval-later": [
+        (
+            "        sampler.set_epoch(epoch)\n",
+            "        sampler.set_epoch(epoch)\n        ddp_model.train(epoch == 0 or rank == 0)\n",
+        )
+    ],
     "momentum": [("    ddp_model = ", "    model.bn2.momentum = 0.1 + rank\n    ddp_model = ")],
     "split": [
         (LOADER, f"    dataset, _ = random_split(dataset, [48, 16])\n{LOADER}"),
@@ -132,7 +138,7 @@ LATER = {  # by slow tests, to spare time
         "scaled",
         "copied",
     ),
-    *("restarted", "layer", "eval", "momentum", "split", "seeded", "raises-on-one"),
+    *("restarted", "layer", "eval", "eval-later", "momentum", "split", "seeded", "raises-on-one"),
 }
 
 
@@ -304,6 +310,8 @@ def test_other_settings_of_modules_are_named(ran_later: dict[str, Ran]) -> None:
     report = ran_later["eval"].report()
     assert report.startswith("modules have other settings on some ranks, in the forward of step 1: the model (SmallNet) training")
     assert "Fix: call ddp_model.train() on all ranks" in report
+    report = ran_later["eval-later"].report()  # in no step of epoch 2 are weights compared
+    assert report.startswith("modules have other settings on some ranks, in the forward of step 9: the model (SmallNet) training")
     report = ran_later["momentum"].report()
     assert report.startswith("the modules' settings of the ranks differ before step 1: bn2 (BatchNorm2d) momentum\n")
     assert [line.split() for line in report.splitlines()[2:4]] == [["0", "0.1"], ["1", "1.1"]]

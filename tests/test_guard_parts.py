@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from project.guard import ReplicaError, ReplicaGuard
 from project.guard import replica_guard as parts
@@ -342,3 +343,35 @@ def test_a_store_without_clone_gets_a_connection_of_its_own(monkeypatch: pytest.
     assert other.get("key") == store.get("key") == b"value"
     memory = dist.HashStore()
     assert parts._clone(memory) is memory
+
+
+class Stream(IterableDataset[Tensor]):
+    """Batches without a number: neither this nor what samples from it has a length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(12, 3))
+
+
+def train(guard: ReplicaGuard, model: nn.Module, loader: Any) -> None:
+    for batch in guard(loader):
+        model(batch).sum().backward()
+        guard.optimizers[0].step()
+        guard.step()
+
+
+def test_a_loader_without_a_length_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(3, 1)
+    guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(guard, model, DataLoader(Stream(), batch_size=4))
+    guard.close()
+    assert capsys.readouterr().out == "guard  epoch 1: 3 batches on 1 rank; step 3\n"
+
+
+def test_a_training_in_eval_mode_is_said_with_its_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(3, 1).eval()
+    guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(guard, model, DataLoader(Stream(), batch_size=4))
+    for _ in guard(DataLoader(Stream(), batch_size=4)):  # without a step: an evaluation
+        pass
+    guard.close()
+    assert capsys.readouterr().out == "guard  epoch 1: 3 batches on 1 rank; step 3; the model was in eval() when it began\n"

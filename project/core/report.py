@@ -120,7 +120,7 @@ def interrupted_line(name: str, checkpoint: Path | None, *, step: int) -> str:
 
 def closing_lines(history: list[dict[str, float]], folder: Path | None) -> list[str]:
     """The best top-1, and the files that a person will look for, of those that are there."""
-    lines = []
+    lines = [] if any("val/top1" in row for row in history) else ["no validation has run, so there is no best top-1"]
     for prefix, words in (("val/", "best top-1"), ("val/ema_", "best top-1 of the average")):
         name = f"{prefix}top1"
         validated = [row for row in history if name in row]

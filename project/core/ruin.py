@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 # What the guard's report of a gradient advises the user of a trainer, who has flags and no script.
 IF_NOT_FINITE = (
     "No state from this step on was saved. Look at the samples of a rank whose output is not finite; else lower the rate\n"
-    "(--model.lr) or lengthen its warm-up (--model.warmup_epochs), clip the gradients (--trainer.gradient_clip_val 1), or give\n"
-    "--trainer.precision 32-true."
+    "(--model.lr) or lengthen its warm-up (--model.warmup_epochs), clip the gradients (--trainer.gradient_clip_val 1), and\n"
+    "train in 32 bits (--trainer.precision 32-true)."
 )
 
 _NEVER = 2**62  # the step of a loss that was always finite
@@ -194,6 +194,6 @@ def unusable_line(metrics: Mapping[str, Any]) -> str | None:
         return None
     consequence = "" if scores(metrics) else "This validation cannot be the best. "
     return (
-        f"note  {' and '.join(bad)} is NaN or infinite, and all weights are finite. {consequence}"
-        "Look at the precision (--trainer.precision) and at the validation images."
+        f"note  {' and '.join(bad)} is NaN or infinite, and all weights are finite. {consequence}\n"
+        "      Look at the rate (--model.lr), the precision (--trainer.precision) and the validation images."
     )

@@ -387,8 +387,8 @@ def _replaced(loader: Any, watched: _Watched | None) -> Iterator[None]:
 
 def _sampler_of(loader: Any) -> Any:
     """What chooses the samples: of a loader with a batch sampler of its own, that one's sampler."""
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return inner if inner is not None else getattr(loader, "sampler", None)  # not `or`, which asks for a length
 
 
 def _length(thing: Any) -> int | None:
@@ -610,6 +610,7 @@ class _Pass:
         handed: Sample numbers of each batch that the training took, where they are known.
         runs: [first step, batches per step, collectives per step], each until the next one's first step.
         previous: `handed` of the last pass of this loader that trained; a suspicion while the orders agree.
+        begun_at: Optimizer steps before it.
     """
 
     number: int
@@ -627,6 +628,7 @@ class _Pass:
     previous: list[list[int]] | None = None
     same_epoch: bool = False
     agreed: int = 0
+    begun_at: int = 0
 
 
 class _Hook:
@@ -810,6 +812,7 @@ class ReplicaGuard:
         self._handles: list[Any] = []
         self._modules_at_start: dict[str, str] = {}
         self._modules: dict[str, str] | None = None  # what is other than at the start, in the forward of a step that is compared
+        self._first: tuple[int, dict[str, str]] | None = None  # the same in the first forward of an epoch, and its step
         self._stepped: set[int] = set()  # optimizers that have made a step which was looked at
         self._updated: set[int] = set()  # their parameters that had a gradient, by id
         self._with_gradient: set[str] = set()  # of the model's parameters
@@ -877,17 +880,19 @@ class ReplicaGuard:
             watched,
             disjoint=not (isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False) is True),
             known=training and self.ledger and (self.indices is not None or watched is not None),
+            begun_at=self.steps,
         )
         if training and self.ledger:
             self._look_at_sampler(this, sampler)
         self._passes[this.number] = this
         self._recent.append(this)
-        self._taken = 0
+        self._taken, self._first = 0, None
         self._set_phase("loading")
         return this
 
     def _watch(self, loader: Any) -> _Watched | None:
-        sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        sampler = sampler if sampler is not None else getattr(loader, "sampler", None)
         if sampler is None or not hasattr(loader, "__dict__") or not getattr(loader, "in_order", True):
             return None
         if (
@@ -1048,8 +1053,10 @@ class ReplicaGuard:
         self._finish(this)
         self._set_phase("waits for the other ranks at the end of its epoch")
         line = self._await(f"end {this.number}")
-        if self.rank == 0 and not self.quiet and this.training:
-            print(f"guard  epoch {this.epoch}: {line}", flush=True)
+        trained = self.steps > this.begun_at
+        if self.rank == 0 and not self.quiet and (this.training or trained):
+            mode = "" if this.training or not trained else "; the model was in eval() when it began"
+            print(f"guard  epoch {this.epoch}: {line}{mode}", flush=True)
 
     def _leave(self, this: _Pass) -> None:
         """A loop that was left, where nothing may be raised. By a `break` or by an exception: only what comes next tells."""
@@ -1090,6 +1097,7 @@ class ReplicaGuard:
             "share": _length(_sampler_of(this.loader)),
             "spare": _spare(this.loader, world_size=self.world_size),
             "left": left,
+            "first": self._first,
         }
         self._outbox.append(
             _Letter(f"end {this.number}", facts, tensors=torch.tensor(numbers, dtype=torch.int64) if kept else None)
@@ -1158,11 +1166,14 @@ class ReplicaGuard:
             self._calls["module"] += 1
 
     def _before_wrapper(self, wrapper: Any, _: Any) -> None:
-        if torch.is_grad_enabled() and self._compares_after(self.steps + 1):
-            if self._reduction is not None:
+        compares, first = self._compares_after(self.steps + 1), bool(self._passes) and self._first is None
+        if torch.is_grad_enabled() and (compares or first):
+            if compares and self._reduction is not None:
                 self._reduction.begin_forward()
             now, before = _module_settings(self.module), self._modules_at_start
-            self._modules = {name: now.get(name, "gone") for name in now | before if now.get(name) != before.get(name)}
+            changed = {name: now.get(name, "gone") for name in now | before if now.get(name) != before.get(name)}
+            self._modules = changed if compares else self._modules
+            self._first = (self.steps + 1, changed) if first else self._first
         if wrapper.training and torch.is_grad_enabled():
             self._calls["wrapper"] += 1
             self._calls["synchronised"] += bool(wrapper.require_backward_grad_sync)
@@ -1812,6 +1823,11 @@ def _compare_ends(facts: list[dict[str, Any]], numbers: list[Any], *, good_step:
     batches = [fact["batches"] for fact in facts]
     if len(set(batches)) > 1:
         return {"kind": "uneven", "taken": batches, "ended": [True] * len(facts)}, ""
+    first = [fact["first"] for fact in facts]
+    if None not in first:
+        finding = _compare_modules([{"step": step, "modules": modules} for step, modules in first])
+        if finding is not None:
+            return finding, ""
     equal = f"weights equal at step {good_step}" if len(facts) > 1 else f"step {good_step}"
     ranks = f"{len(facts)} ranks" if len(facts) > 1 else "1 rank"
     if any(own is None for own in numbers):
@@ -2133,7 +2149,7 @@ def _report_not_finite(alarm: Finding, answers: Answers, world_size: int) -> str
             if 0 <= output < alarm["bad"]
             else "finite"
         )
-        rows.append([rank, said, " ".join(map(str, numbers)) or "not known"])
+        rows.append([rank, said, _few(numbers, most=8) if numbers else "not known"])
     return (
         f"a gradient of step {alarm['bad']} is NaN or infinite, the first one (found after step {alarm['step']})\n"
         f"{_table(['rank', 'model output', 'samples of this step'], rows)}\n"
