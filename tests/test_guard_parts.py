@@ -345,6 +345,15 @@ def test_a_store_without_clone_gets_a_connection_of_its_own(monkeypatch: pytest.
     assert parts._clone(memory) is memory
 
 
+def test_sample_numbers_of_ten_digits_take_no_more_room_than_others() -> None:
+    """As identifiers are; a count for each number up to the largest would take 80 GB."""
+    facts = [{"batches": 1, "samples": None, "spare": 0, "epoch": 1, "first": None}] * 2
+    numbers = [torch.tensor([9_999_999_999, 5]), torch.tensor([9_999_999_998, 7])]
+    finding, line = parts._compare_ends(facts, numbers, good_step=1)
+    assert finding is None
+    assert line.startswith("4 samples on 2 ranks, each once")
+
+
 class Stream(IterableDataset[Tensor]):
     """Batches without a number: neither this nor what samples from it has a length."""
 
