@@ -144,7 +144,8 @@ class StateCheck:
 
 
 def _others(count: int, names: Collection[str]) -> str:
-    return f", and so are {count - 1:,} of {len(names) - 1:,} other tensors" if count > 1 else ""
+    verb = "is" if count == 2 else "are"
+    return f", and so {verb} {count - 1:,} of {len(names) - 1:,} other tensors" if count > 1 else ""
 
 
 def _loss_line(step: int, ranks: list[int], rows: list[list[int]]) -> str:
@@ -192,8 +193,8 @@ def unusable_line(metrics: Mapping[str, Any]) -> str | None:
     bad = [name for name, value in metrics.items() if name in ("val/loss", "val/ema_loss") and not math.isfinite(value)]
     if not bad:
         return None
-    consequence = "" if scores(metrics) else "This validation cannot be the best. "
+    consequence = "" if scores(metrics) else " This validation cannot be the best."
     return (
-        f"note  {' and '.join(bad)} is NaN or infinite, and all weights are finite. {consequence}\n"
+        f"note  {' and '.join(bad)} is NaN or infinite, and all weights are finite.{consequence}\n"
         "      Look at the rate (--model.lr), the precision (--trainer.precision) and the validation images."
     )
