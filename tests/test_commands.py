@@ -67,6 +67,7 @@ def printed(out: str) -> tuple[float, float, float, int]:
     return float(words[1]), float(words[4]), float(words[7]), int(words[9])
 
 
+@pytest.mark.slow
 def test_A8_A9_validation_is_exact_in_fit_and_on_any_number_of_ranks(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +296,7 @@ def test_onnx_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_A7_M5_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
     run.fit([*QUICK, *out, "--trainer.fast_dev_run", "true"])

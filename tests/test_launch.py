@@ -173,6 +173,7 @@ def test_K4_a_rank_that_dies_after_a_signal_is_named() -> None:
     assert err == "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"
 
 
+@pytest.mark.slow
 def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None:
     process = start("stop-1-early")
     _, err = process.communicate(timeout=20)
@@ -180,6 +181,7 @@ def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None
     assert err == "ended by SIGTERM before the first step\n"
 
 
+@pytest.mark.slow
 def test_K4_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:
     process = start("stopped-by-1")
     _, err = process.communicate(timeout=20)

@@ -114,6 +114,7 @@ def test_no_two_files_of_a_folder_get_one_name() -> None:
 # A folder
 
 
+@pytest.mark.slow
 def test_a_folder_with_bad_files_then_repaired(tmp_path: Path) -> None:
     src, dst = tmp_path / "src", tmp_path / "dst"
     content = {

@@ -49,6 +49,7 @@ print(len(seen), left, len(list(path.parent.iterdir())))
 """
 
 
+@pytest.mark.slow
 def test_E3_a_writer_that_is_killed_or_meets_a_full_disk_leaves_the_file_whole(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / "last.ckpt")]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=REPOSITORY, timeout=60)
