@@ -411,7 +411,8 @@ def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
 
 def end(**changes: object) -> dict[str, object]:
     """What a rank says at the end of an epoch of 6 samples on two ranks."""
-    return {"epoch": 1, "batches": 2, "step": 2, "samples": 6, "share": 3, "spare": 0, "left": False, **changes}
+    said = {"epoch": 1, "batches": 2, "step": 2, "samples": 6, "share": 3, "spare": 0, "left": False, "first": None}
+    return {**said, **changes}
 
 
 def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
@@ -425,6 +426,15 @@ def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
         None,
         "5 samples on 2 ranks, each once, 1 of them twice to fill up; weights equal at step 2",
     )
+
+
+def test_modes_that_differ_in_the_first_forward_of_an_epoch_are_found() -> None:
+    mode = "the model (Net) training"
+    finding, _ = _compare_ends([end(first=(9, {})), end(first=(9, {mode: "False"}))], [None, None], good_step=8)
+    assert finding is not None
+    assert (finding["kind"], finding["step"], finding["rows"]) == ("modules", 9, [["True"], ["False"]])
+    alike = [end(first=(9, {mode: "False"}))] * 2
+    assert _compare_ends(alike, [None, None], good_step=8)[0] is None
 
 
 def test_A13_other_parameters_are_found() -> None:

@@ -1810,7 +1810,7 @@ def _compare_checks(facts: list[dict[str, Any]], tensors: list[Any], *, good_ste
             "of": len(_all_keys(sums)),
         }
         return {"kind": "weights", **found, "groups": list(groups.values()), "ranks": [{k: f[k] for k in kept} for f in facts]}
-    first = [fact.get("first") for fact in facts]
+    first = [fact["first"] for fact in facts]
     if all(first) and len(facts) > 1:
         total, different = sum(map(len, first)), len({number for own in first for number in own})
         if total - different > facts[0]["spare"]:
@@ -1823,7 +1823,7 @@ def _compare_ends(facts: list[dict[str, Any]], numbers: list[Any], *, good_step:
     batches = [fact["batches"] for fact in facts]
     if len(set(batches)) > 1:
         return {"kind": "uneven", "taken": batches, "ended": [True] * len(facts)}, ""
-    first = [fact.get("first") for fact in facts]
+    first = [fact["first"] for fact in facts]
     if None not in first:
         finding = _compare_modules([{"step": step, "modules": modules} for step, modules in first])
         if finding is not None:
