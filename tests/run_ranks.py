@@ -118,7 +118,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), {}
-    for module in {module for job in jobs for module in job.get("modules", [])}:
+    for module in dict.fromkeys(module for job in jobs for module in job.get("modules", [])):  # always in one order
         importlib.import_module(module)
     for job in jobs:
         folder = Path(tempfile.mkdtemp())  # not TemporaryDirectory: each rank would remove it when it exits

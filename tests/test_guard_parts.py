@@ -354,6 +354,16 @@ def test_sample_numbers_of_ten_digits_take_no_more_room_than_others() -> None:
     assert line.startswith("4 samples on 2 ranks, each once")
 
 
+def test_nothing_is_collected_while_python_is_asked_for_its_threads() -> None:
+    """A collection there has ended in a deadlock of the guard's thread and one that was just being started."""
+    assert parts._of_threads(lambda: {0: gc.isenabled()}) == {0: False}
+    assert gc.isenabled()
+    text = Path(parts.__file__).read_text(encoding="utf-8")
+    asked = [line for line in text.splitlines() if "sys._current_" in line]
+    assert asked
+    assert all("_of_threads(sys._current_" in line for line in asked)
+
+
 class Stream(IterableDataset[Tensor]):
     """Batches without a number: neither this nor what samples from it has a length."""
 

@@ -52,6 +52,7 @@ sampler (IterableDataset) has no sample numbers: give `indices`, or there is no 
 import atexit
 import contextlib
 import faulthandler
+import gc
 import hashlib
 import io
 import json
@@ -1433,7 +1434,7 @@ class ReplicaGuard:
 
     def _instruction(self) -> tuple[int, int] | None:
         """Where the training thread stands; the same one again after seconds is a call that has not come back."""
-        frame = sys._current_frames().get(self._training_thread)
+        frame = _of_threads(sys._current_frames).get(self._training_thread)
         return (id(frame), frame.f_lasti) if frame is not None else None
 
     def _tick(self) -> None:
@@ -1498,7 +1499,7 @@ class ReplicaGuard:
 
     def _handled(self) -> BaseException | None:
         """The exception that the training thread handles now, as in an `except`, a `finally` or at the end of a `with`."""
-        found: Any = sys._current_exceptions().get(self._training_thread)
+        found: Any = _of_threads(sys._current_exceptions).get(self._training_thread)
         return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
 
     def _waits(self, *, sure: bool = False) -> bool:
@@ -1507,7 +1508,7 @@ class ReplicaGuard:
             return True
         if self._device.type == "cuda":  # whose collectives are waited for wherever a value is read
             return bool(self._passes) and not sure
-        frame = sys._current_frames().get(self._training_thread)
+        frame = _of_threads(sys._current_frames).get(self._training_thread)
         inner = frame.f_code.co_filename.replace("\\", "/") if frame is not None else ""
         return any(part in inner for part in ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"))
 
@@ -1577,7 +1578,7 @@ class ReplicaGuard:
         return dict(sorted(answers.items()))
 
     def _testimony(self, alarm: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        frame = sys._current_frames().get(self._training_thread)
+        frame = _of_threads(sys._current_frames).get(self._training_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         facts: dict[str, Any] = {
             "step": self.steps,
@@ -1616,6 +1617,21 @@ class ReplicaGuard:
 
 _END = object()
 _UNKNOWN = {"step": 0, "phase": "before its guard was made", "collectives": 0, "passes": {}, "ended with": None}
+
+
+def _of_threads(ask: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+    """What Python knows of all threads, with no garbage collected meanwhile.
+
+    CPython makes objects there while it holds a lock that each new thread needs. A collection, which may let another thread run
+    in some destructor, would then end in a deadlock: that thread starts one, and both wait for ever (seen with 3.11).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ask()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _within(seconds: float, read: Callable[[], Any]) -> Any:
