@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 
 import project.raw.cli
-from project.core.arguments import expand, flag_value, follow_hardware
+from project.core.arguments import _WHOLE_OR_SHARE, expand, flag_value, follow_hardware, keep_whole_numbers
 from project.core.config import CONFIGS
 from project.core.device import fast_layout, fast_precision
 from project.lit.cli import TrainCLI
@@ -124,3 +125,16 @@ def test_what_runs_is_saved_and_read_back(tmp_path: Path) -> None:
     assert (again.trainer, again.model, again.data) == (settings.trainer, settings.model, settings.data)
     assert (again.trainer.precision, again.model.lr) == ("32-true", 0.3)
     assert again.model.channels_last is fast_layout("cpu")
+
+
+@pytest.mark.parametrize("given", ["flag", "file"])
+def test_a_whole_number_is_one_whatever_the_parser_makes_of_it(given: str, tmp_path: Path) -> None:
+    """1 batch is not 1.0, all of them; which type a parser tries first depends on what was imported before."""
+    content = {"limit_val_batches": 1, "limit_train_batches": 0.5, "val_check_interval": 1.0}
+    arguments = [part for name, value in content.items() for part in (f"--trainer.{name}", str(value))]
+    if given == "file":
+        arguments = ["--config", write(tmp_path / "c.yaml", trainer=content)]
+    trainer = Namespace(**{**dict.fromkeys(_WHOLE_OR_SHARE), **{name: float(value) for name, value in content.items()}})
+    keep_whole_numbers(arguments, trainer)
+    found = [(type(trainer[name]), trainer[name]) for name in content]
+    assert found == [(int, 1), (float, 0.5), (float, 1.0)]

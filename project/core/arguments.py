@@ -75,6 +75,30 @@ def given_value(arguments: list[str], group: str, name: str) -> Any:
     return named[-1] if named else None
 
 
+# Of these 1 is one batch, and 1.0 all of them.
+_WHOLE_OR_SHARE: tuple[str, ...] = (
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    "val_check_interval",
+)
+
+
+def keep_whole_numbers(arguments: list[str], trainer: Any) -> None:
+    """Whole numbers stay whole, as they were given.
+
+    A parser tries the types of a union in their order. Python's typing keeps one object for Union[int, float] and
+    Union[float, int] in an Optional: that of the library which was imported first.
+
+    Args:
+        arguments: As `expand` leaves them.
+        trainer: The `trainer` part of what was parsed.
+    """
+    for name in _WHOLE_OR_SHARE:
+        given = given_value(arguments, "trainer", name)
+        number = yaml.safe_load(given) if isinstance(given, str) else given
+        if type(number) is int and type(trainer[name]) is float:
+            trainer[name] = number
+
+
 def follow_hardware(arguments: list[str], parse: Callable[[list[str]], Any]) -> list[str]:
     """A command line with flags for precision and layout, as this machine's device is fast in, where nothing decides them.
 

@@ -8,7 +8,16 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
+from project.core.arguments import (
+    FILES,
+    decide_seed,
+    find_checkpoint,
+    follow_hardware,
+    follow_launcher,
+    keep_whole_numbers,
+    read_yaml,
+    shorten,
+)
 from project.core.checks import check_devices, check_numbers
 from project.core.config import CheckpointConfig, GuardConfig
 from project.core.data import numbers_of
@@ -82,6 +91,7 @@ class TrainCLI(LightningCLI):
         if self.command == "fit":
             args = follow_hardware(args, parser.parse_args)
         super().parse_arguments(parser, args)
+        keep_whole_numbers(args, self.config.trainer)
         self.config.seed_everything = decide_seed(self.config.seed_everything)
         self.record: str | None = self.config.get("record")
         if self.record is not None:

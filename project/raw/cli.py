@@ -9,7 +9,16 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from torch.nn.parallel import DistributedDataParallel
 
-from project.core.arguments import FILES, decide_seed, find_checkpoint, follow_hardware, follow_launcher, read_yaml, shorten
+from project.core.arguments import (
+    FILES,
+    decide_seed,
+    find_checkpoint,
+    follow_hardware,
+    follow_launcher,
+    keep_whole_numbers,
+    read_yaml,
+    shorten,
+)
 from project.core.checks import check_devices, check_hardware, check_numbers
 from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 from project.core.device import find_device, find_ranks
@@ -211,6 +220,7 @@ def parse(arguments: list[str]) -> Settings:
     parser = _parser()
     config = parser.parse_args(follow_hardware(arguments, parser.parse_args))
     config.pop("config", None)
+    keep_whole_numbers(arguments, config.trainer)
     record = config.record
     config.record = None  # of this run only: config.yaml is there to be run again
     config.seed_everything = decide_seed(config.seed_everything)
