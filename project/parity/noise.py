@@ -23,8 +23,9 @@ LIMIT = 1e-3
 # What noise may move. All else is asked to be equal: samples, order, rates, names, keys.
 NOISY = {"images", "logits", "loss", "local gradients", "reduced gradients", "weights", "buffers"}
 NOISY |= {"validation images", "validation logits", "validation metrics"}
-# Numbers, which two noisy runs may round alike by chance: once there is noise, their floor is at least a rounding of 32 bits.
-SINGLE = {"loss", "validation metrics"}
+# Numbers, whose difference is a single draw, which may be small by chance: once there is noise, their floor is at least a
+# rounding of 32 bits, and that of the tensors which they are computed from.
+SINGLE = {"loss": "logits", "validation metrics": "validation logits"}
 _ROUNDING = 2.0**-23
 # Only hashes of these are recorded, or they are written after steps that are not judged.
 UNSIZED = {"optimizer state", "checkpoint tensors", "checkpoint record"}
@@ -105,8 +106,11 @@ def measure_noise(run: Run, repeat: Run) -> Noise:
             largest = max(largest, sizes[time])
             floors[pair.name].append((time, largest))
     begins = min((time for sizes_ in floors.values() for time, size in sizes_ if size > 0), default=math.inf)
-    for name in SINGLE & floors.keys():
-        floors[name] = [(time, max(size, _ROUNDING) if time >= begins else size) for time, size in floors[name]]
+    for name, source in SINGLE.items():
+        below = dict(floors.get(source, []))
+        floors[name] = [
+            (time, max(size, below.get(time, 0.0), _ROUNDING) if time >= begins else size) for time, size in floors.get(name, [])
+        ]
     until = min((time for sizes_ in floors.values() for time, size in sizes_ if size >= LIMIT), default=math.inf)
     steps = sum(time < until for time, _ in run.timed(min(run.ranks), "step"))
     return Noise(floors, until, steps)
