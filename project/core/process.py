@@ -152,6 +152,8 @@ def report_failure(error: BaseException) -> int:
     on_all_ranks = code == 2 or any(getattr(each, "same_on_all_ranks", False) for each in _chain(error))
     if on_all_ranks and not is_first_rank():  # let rank 0 speak, after which torchrun ends all
         time.sleep(1.5 * GRACE_S)
+        if code != 2:  # decided by all ranks together, and rank 0 has said it; a refusal may be this rank's alone
+            return code
         text = text.replace("error: ", f"error: rank {_rank()}: ", 1)
     if code or is_first_rank():
         sys.stderr.write(text)
