@@ -93,9 +93,11 @@ def keep_whole_numbers(arguments: list[str], trainer: Any) -> None:
         trainer: The `trainer` part of what was parsed.
     """
     for name in _WHOLE_OR_SHARE:
+        if type(trainer[name]) is not float:  # then no file need be read again
+            continue
         given = given_value(arguments, "trainer", name)
         number = yaml.safe_load(given) if isinstance(given, str) else given
-        if type(number) is int and type(trainer[name]) is float:
+        if type(number) is int:
             trainer[name] = number
 
 

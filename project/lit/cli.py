@@ -151,7 +151,7 @@ class TrainCLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # what Lightning refuses, or lacks
             raise UserError(f"Lightning's Trainer refuses these settings: {error}") from error
         # Loggers are made with the run's folder, and callbacks ask for them in their setup.
-        trainer.callbacks.sort(key=lambda each: not isinstance(each, RunFolder))  # type: ignore[attr-defined]
+        trainer.callbacks.sort(key=lambda each: not isinstance(each, RunFolder))  # type: ignore[attr-defined]  # declared nowhere
         return trainer
 
     def _guard(self) -> list[Callback]:
