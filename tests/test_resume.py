@@ -257,7 +257,7 @@ def test_A10_E1_E9_K3_K4_K5_ends_and_exact_resume_on_two_ranks(
     fewer = [*arguments, "--devices", "1", "--max_epochs", "9", "--model.lr", "0.002"]
     finished = run_module(whole, *fewer, "--ckpt_path", "last")
     assert finished.code == 0, finished.err
-    assert "note  2 -> 1 ranks: each step takes the same images" in finished.out
+    assert "note  2 -> 1 rank: each step takes the same images" in finished.out
     assert "note  changed since then, and this run's value counts: --model.lr 0.001 -> 0.002" in finished.out
     again = run_module(whole, *fewer, "--ckpt_path", "last")
     assert again.code == 0

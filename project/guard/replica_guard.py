@@ -2004,6 +2004,11 @@ def _report_reduction(alarm: Finding, answers: Answers, world_size: int) -> str:
     elif alarm["kept"]:
         what = f"{what}: each rank has kept its own"
         cause = f"The gradients are not averaged by {by}. Fix: let the hook return the mean over the ranks."
+        if not hook:
+            cause = (
+                "DDP averages the parameters that it was given. Either the model was changed after DDP had wrapped it\n"
+                "(moved, cast, given another layer), or their gradients were put back after backward. Fix: wrap the model last."
+            )
     rows = [[rank, f"{factor:.6g}"] for rank, factor in enumerate(scale)] if scale is not None else []
     return "\n".join(
         [
