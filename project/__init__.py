@@ -1,17 +1,30 @@
 """Lockstep: ResNet-50 on ImageNet with Lightning's DDP, from one command and one YAML.
 
-fit.py        train with Lightning
-validate.py   exact evaluation of a checkpoint or of weights
-predict.py    top-5 for image files and folders
-export.py     weights for torchvision, ONNX
-prepare.py    smaller images, once, for faster training
-fit_raw.py    train with plain torch, from the same YAML
-compare.py    train with both and compare them, bit for bit
-trace.py      the timeline of a few steps, rank by rank
-core/         model, data, transforms, recipe, files: plain torch; knows no process group and no Lightning
+Commands, `python -m project.NAME`:
+fit           train with Lightning
+fit_raw       train with plain torch, from the same YAML
+compare       train with both and compare them, bit for bit
+validate      exact evaluation of a checkpoint or of weights
+predict       top-5 for image files and folders
+export        weights for torchvision, safetensors, ONNX
+prepare       smaller images, once, for faster training
+trace         the timeline of a few steps, rank by rank
+bench         throughput, overhead, scaling
+
+Rooms, each of which imports those below it only (`lint-imports` holds that):
+faults/       mistakes made on purpose, which the comparison must name
+measure/      benchmarks and timelines
 lit/          the Lightning trainer: module, data, callbacks, command line
 raw/          the same by hand, one file per Lightning service
-guard/        watches that the ranks stay replicas: one file for anyone's script, nothing of ours
-parity/       the comparison: recorded runs in, findings and a report out
-measure/      timelines of steps
+parity/       the comparison: two recorded runs in, findings and a report out
+preflight/    before the first step: what cannot work is rejected, what will be trained is printed
+report/       what a run says and draws of itself
+record/       what a training did, exactly, as files
+subprocesses/ other commands in clean processes, and folders for what they write
+ranks/        what coordinates the ranks of a training: start, end, save together
+model/        network, optimizer, average, and the files that hold them
+data/         from the files of a folder to batches of pixels
+settings/     the YAML's settings, the command line, the arithmetic of batches
+runtime/      this process and its machine: ends, files, devices
+guard/        watches that ranks stay replicas: one file for anyone's script, nothing of ours
 """

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from project.core.command import Parser, end_by_exception
-from project.core.errors import UserError
-from project.core.plan import available_cores
-from project.core.process import run_command
+from project.runtime.command import Parser, end_by_exception
+from project.runtime.errors import UserError
+from project.runtime.process import run_command
+from project.settings.plan import available_cores
 
 if TYPE_CHECKING:
     from project.measure.bench.results import Results
@@ -60,25 +60,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def measure(own: argparse.Namespace) -> "Results":
     if own.what == "step":
-        from project.measure.bench.step import StepOptions, bench_step
+        from project.measure.bench.step_time import StepOptions, bench_step
 
         size = 32 if own.tiny else own.size
         return bench_step(StepOptions(own.devices, own.batch, size, own.rounds, own.tiny, own.compile))
     if own.what == "data":
-        from project.measure.bench.loading import bench_data
+        from project.measure.bench.data_loading import bench_data
 
         return bench_data(own.root, images=own.images, rounds=own.rounds, short_side=own.short_side, quality=own.quality)
     if own.what == "ranks":
-        from project.core.device import fast_precision, find_device
-        from project.measure.bench.ranks import bench_ranks
+        from project.measure.bench.scaling import bench_ranks
+        from project.runtime.device import fast_precision, find_device
 
         bf16 = fast_precision(find_device("auto")) == "bf16-mixed"
         return bench_ranks(most=own.devices, batch=own.batch, size=own.size, rounds=own.rounds, bf16=bf16)
     if own.what == "start":
-        from project.measure.bench.start import bench_start
+        from project.measure.bench.time_to_first_step import bench_start
 
         return bench_start(devices=own.devices, rounds=own.rounds, files=own.files)
-    from project.measure.bench.loading import bench_memory
+    from project.measure.bench.data_loading import bench_memory
 
     return bench_memory(entries=own.entries, workers=own.workers)
 

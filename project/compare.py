@@ -14,9 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from project.core.command import Parser, end_by_exception
-from project.core.errors import UserError
-from project.core.process import report_failure, run_command
+from project.runtime.command import Parser, end_by_exception
+from project.runtime.errors import UserError
+from project.runtime.process import report_failure, run_command
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -53,16 +53,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     end_by_exception()
     own, others = parse(sys.argv[1:])
-    from project.parity.comparison import (
-        Request,
-        compare_folders,
-        compare_or_measure,
-        compare_trainers,
-        default_arguments,
-        new_folder,
-    )
+    from project.parity.comparison import Request, compare_folders, compare_or_measure, compare_trainers, default_arguments
     from project.parity.report import write_report
     from project.parity.verdict import lines
+    from project.subprocesses.out_folder import new_folder
 
     out = new_folder(own.out)
     try:
@@ -74,11 +68,11 @@ def main() -> int:
 
         return run_matrix(choose(own.matrix), out, others, timeout=own.timeout, keep=own.keep)
     if own.inject == "all":
-        from project.parity.injection import inject
+        from project.faults.injection import inject
 
         return inject(["all"], out, others, timeout=own.timeout)
     if own.inject is not None:
-        from project.parity.injection import broken_request
+        from project.faults.injection import broken_request
 
         outcome = compare_trainers(broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
     elif own.runs:

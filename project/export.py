@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from project.core.checkpoint import write_atomic
-from project.core.errors import UserError
-from project.core.files import prepare_place, replacing
-from project.core.inference import Trained, load_trained
-from project.core.process import run_command
-from project.core.words import count
+from project.model.checkpoint_file import write_atomic
+from project.model.inference import Trained, load_trained
+from project.runtime.errors import UserError
+from project.runtime.files import prepare_place, replacing
+from project.runtime.plurals import count
+from project.runtime.process import run_command
 
 
 def export_onnx(trained: Trained, path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from project.core.errors import BadImageError
-from project.core.files import prepare_place, write_text
-from project.core.inference import find_images, load_trained, predict
-from project.core.process import run_command
+from project.model.inference import find_images, load_trained, predict
+from project.runtime.errors import BadImageError
+from project.runtime.files import prepare_place, write_text
+from project.runtime.process import run_command
 
 _TOP = 5
 _WIDE = 10_000

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from project.core.command import Parser
-from project.core.errors import UserError
-from project.core.plan import available_cores
-from project.core.preparing.record import RECORD, Settings
-from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
-from project.core.preparing.sources import find_source
-from project.core.process import SIGNALS, run_command
-from project.core.report import no_images
-from project.core.words import count
+from project.data.manifest import RECORD, Settings
+from project.data.preparing.making import Preparation, check_apart, check_folder, check_space, duration, estimate, gigabytes
+from project.data.preparing.sources import find_source
+from project.report.lines import no_images
+from project.runtime.command import Parser
+from project.runtime.errors import UserError
+from project.runtime.plurals import count
+from project.runtime.process import SIGNALS, run_command
+from project.settings.plan import available_cores
 
 _SHOWN = 20  # images that were left out, on the terminal; the record names all
 

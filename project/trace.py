@@ -11,9 +11,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from project.core.command import Parser, end_by_exception
-from project.core.errors import UserError
-from project.core.process import run_command
+from project.runtime.command import Parser, end_by_exception
+from project.runtime.errors import UserError
+from project.runtime.process import run_command
 
 FIXED = {  # what a trace decides itself
     "--model.warmup_epochs": "a trace is too short to warm up",
@@ -62,9 +62,9 @@ def main() -> int:
     end_by_exception()
     own, others = parse(sys.argv[1:])
     from project.measure.timeline.page import write_all
-    from project.measure.timeline.run import trace_training
     from project.measure.timeline.summary import lines
-    from project.parity.comparison import new_folder
+    from project.measure.timeline.traced_training import trace_training
+    from project.subprocesses.out_folder import new_folder
 
     out = new_folder(own.out, root="traces")
     trace_training(own.impl, others, out, steps=own.steps, timeout=own.timeout)

@@ -2,7 +2,7 @@
 
 import sys
 
-from project.core.process import run_command
+from project.runtime.process import run_command
 
 
 def main() -> int:

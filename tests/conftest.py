@@ -115,7 +115,7 @@ def training(name: str, module: str, arguments: list[object]) -> dict[str, objec
     """A job that is `python -m module arguments` under torchrun."""
     wing = {"project.fit": "project.lit.run", "project.fit_raw": "project.raw.run"}[module]
     text = (
-        f"from project.core.process import run_command\nfrom {wing} import fit\n"
+        f"from project.runtime.process import run_command\nfrom {wing} import fit\n"
         f"run_command(lambda: fit({list(map(str, arguments))}))\n"
     )
     environment = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.core.record import digest, tensor_file
-from project.parity.run import Event
+from project.parity.recorded_run import Event
+from project.record.format import digest, tensor_file
 
 # 9 samples over 2 ranks are 5 each, one of them padding: batches of 2, 2 and 1. 5 validation images are 3 each: 2 batches.
 SAMPLES, VAL_SAMPLES, BATCH = 9, 5, 2

@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from project.core.errors import BadImageError, UserError
-from project.core.process import ERROR_FILE, failure_said_at_once, run_command
 from project.guard import ReplicaError
+from project.runtime.errors import BadImageError, UserError
+from project.runtime.process import ERROR_FILE, failure_said_at_once, run_command
 
 rank = int(os.environ["RANK"])
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-import project.core.agreement as agreement
-from project.core.agreement import SAVE, STOP, Agreement
+import project.ranks.agreement as agreement
+from project.ranks.agreement import SAVE, STOP, Agreement
 
 STEPS, EPOCHS, VAL_BATCHES = 6, 3, 4
 

@@ -10,10 +10,10 @@ import yaml
 from jsonargparse import Namespace
 
 import project.raw.cli
-from project.core.arguments import _WHOLE_OR_SHARE, expand, flag_value, follow_hardware, keep_whole_numbers
-from project.core.config import CONFIGS
-from project.core.device import fast_layout, fast_precision
 from project.lit.cli import TrainCLI
+from project.runtime.device import fast_layout, fast_precision
+from project.settings.arguments import _WHOLE_OR_SHARE, expand, flag_value, follow_hardware, keep_whole_numbers
+from project.settings.config import CONFIGS
 
 Parsed = Callable[..., Any]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from project.bench import main, parse
-from project.core.errors import UserError
 from project.measure.bench.machine import describe, matrix_peak
-from project.measure.bench.pace import Count
+from project.measure.bench.paced_training import Count
 from project.measure.bench.results import Results, Table, lines, ratio, save_chart, save_json, spread
+from project.runtime.errors import UserError
 from tests.conftest import PHOTOS
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -18,19 +18,19 @@ from torch.nn import functional as F
 
 import project.export
 import project.lit.run as run
-from project.core.checkpoint import RECORD, find_best, write_atomic
-from project.core.checks import check_resume
-from project.core.config import DataConfig, ModelConfig
-from project.core.decode import read_image
-from project.core.errors import UserError, WriteError
-from project.core.files import prepare_place, replacing, write_text
-from project.core.image_list import describe_images
-from project.core.index import load_splits
-from project.core.inference import load_trained
-from project.core.plan import BatchPlan
-from project.core.transforms import Normalize, val_transform
-from project.core.weights import find_arch
+from project.data.decode import read_image
+from project.data.image_list import describe_images
+from project.data.splits import load_splits
+from project.data.transforms import Normalize, val_transform
+from project.model.checkpoint_file import RECORD, find_best, write_atomic
+from project.model.inference import load_trained
+from project.model.weights import find_arch
+from project.preflight.refusals import check_resume
 from project.raw.checkpoint import inherit_best
+from project.runtime.errors import UserError, WriteError
+from project.runtime.files import prepare_place, replacing, write_text
+from project.settings.config import DataConfig, ModelConfig
+from project.settings.plan import BatchPlan
 from tests.conftest import SMALL, run_module, write_images
 
 Make = Callable[..., Path]

@@ -15,22 +15,15 @@ import torch
 from PIL import Image
 
 from project.compare import judged, parse
-from project.core.errors import UserError
-from project.core.record import digest
-from project.parity.comparison import (
-    Outcome,
-    Request,
-    Stage,
-    _measured,
-    compare_folders,
-    compare_trainers,
-    default_arguments,
-    new_folder,
-)
+from project.parity.comparison import Outcome, Request, Stage, _measured, compare_folders, compare_trainers, default_arguments
+from project.parity.recorded_run import CannotTell, load_run
 from project.parity.report import write_report
-from project.parity.run import CannotTell, load_run
-from project.parity.trainers import clean_environment, train
+from project.parity.trainers import train
 from project.parity.verdict import lines
+from project.record.format import digest
+from project.runtime.errors import UserError
+from project.subprocesses.clean_process import clean_environment
+from project.subprocesses.out_folder import new_folder
 from tests.conftest import SMALL, Finished, run_module
 from tests.hand_made import make_ranks, steps, write_ranks
 

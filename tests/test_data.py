@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from project.core.config import DataConfig
-from project.core.data import (
+from project.data.loading import (
     IGNORE,
     ResumableLoader,
     TrainBatchSampler,
@@ -22,10 +21,11 @@ from project.core.data import (
     collate,
     loader_options,
 )
-from project.core.errors import BadImageError
-from project.core.index import load_splits
-from project.core.seed import mix, seeded
-from project.core.transforms import TrainTransform, val_transform
+from project.data.splits import load_splits
+from project.data.transforms import TrainTransform, val_transform
+from project.runtime.errors import BadImageError
+from project.settings.config import DataConfig
+from project.settings.seed import mix, seeded
 from tests.conftest import REPOSITORY
 
 Make = Callable[..., Path]
@@ -189,7 +189,7 @@ def shared_collate(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.
 
 FOREIGN = """
 import multiprocessing, sys, time
-from project.core.data import Loader, init_worker
+from project.data.loading import Loader, init_worker
 
 def work():
     time.sleep(0.5)
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     batches = iter(loader)
     next(batches)
     also_mine.start()
-    from project.core.data import _workers
+    from project.data.loading import _workers
     assert len(_workers) == 1 and mine not in _workers and also_mine not in _workers
 """
 

@@ -22,28 +22,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import project.lit.run
 import project.raw.run
-from project.core.agreement import STOP, Agreement
-from project.core.alike import check_alike, shared_settings
-from project.core.checkpoint import RECORD, on_cpu, read_checkpoint, write_atomic
-from project.core.config import DataConfig, ModelConfig
-from project.core.device import find_ranks
-from project.core.ema import build_ema
-from project.core.errors import UserError
-from project.core.inference import load_trained
-from project.core.mixing import Mixing
-from project.core.model import build_model
-from project.core.optim import build_optimizer, build_schedule
-from project.core.plan import BatchPlan
-from project.core.transforms import Normalize
-from project.core.weights import read_weights
+from project.data.mixing import Mixing
+from project.data.transforms import Normalize
 from project.lit.accelerator import OwnGPU
 from project.lit.checkpoint import AtomicCheckpointIO
-from project.lit.checks import check_validations
 from project.lit.metrics import TrainMetrics, ValMetrics
 from project.lit.module import Classifier
-from project.measure.bench.pace import take_device
+from project.lit.preflight import check_validations
+from project.measure.bench.paced_training import take_device
+from project.model.checkpoint_file import RECORD, on_cpu, read_checkpoint, write_atomic
+from project.model.ema import build_ema
+from project.model.inference import load_trained
+from project.model.optim import build_optimizer, build_schedule
+from project.model.resnet import build_model
+from project.model.weights import read_weights
+from project.ranks.agreement import STOP, Agreement
+from project.ranks.same_settings import check_alike, shared_settings
 from project.raw import distributed
 from project.raw.distributed import find_rank
+from project.runtime.device import find_ranks
+from project.runtime.errors import UserError
+from project.settings.config import DataConfig, ModelConfig
+from project.settings.plan import BatchPlan
 from tests.conftest import REPOSITORY, run_jobs, training
 from tests.test_resume import RUN, assert_equal, data, what_counts
 
@@ -249,8 +249,8 @@ def test_a_validation_inside_an_epoch_resumes_exactly(
 IN_VALIDATION = """
 import os, signal, time
 from project.lit.run import fit
-from project.core.agreement import Agreement
-from project.core.process import run_command
+from project.ranks.agreement import Agreement
+from project.runtime.process import run_command
 
 asks, seen = Agreement.after_validation_batch, []
 
@@ -399,9 +399,9 @@ def test_ranks_with_other_settings_are_named() -> None:
 
 UNLIKE = """
 import os
-import project.core.arguments
+import project.settings.arguments
 
-project.core.arguments.fast_precision = lambda *_: ("bf16-mixed", "32-true")[int(os.environ["RANK"])]
+project.settings.arguments.fast_precision = lambda *_: ("bf16-mixed", "32-true")[int(os.environ["RANK"])]
 """
 
 

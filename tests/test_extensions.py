@@ -10,9 +10,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchSy
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 import project.lit.run
-from project.core.errors import UserError
+from project.lit.ending import as_refusal
 from project.lit.extensions import CALLBACKS, FLAGS, refuse_callbacks, refuse_flags, refuse_plugins
-from project.lit.report import as_refusal
+from project.runtime.errors import UserError
 from tests.conftest import REPOSITORY, SMALL
 
 PAGE = REPOSITORY / "notebooks" / "lightning_extensions.md"

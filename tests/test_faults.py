@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from project.core.errors import UserError
-from project.parity.fault import ACCUMULATED, PLAIN, RECIPE, Fault, Patch
-from project.parity.faults import FAULTS, find_fault
-from project.parity.injection import Detection, inject, line
-from project.parity.run import PHASES
+from project.faults.catalogue import FAULTS, find_fault
+from project.faults.fault import ACCUMULATED, PLAIN, RECIPE, Fault, Patch
+from project.faults.injection import Detection, inject, line
+from project.parity.recorded_run import PHASES
 from project.parity.small_training import small_digits
+from project.runtime.errors import UserError
 
 
 def test_there_are_many_each_with_a_name_of_its_own() -> None:

@@ -14,9 +14,9 @@ import torch
 import yaml
 
 import project.lit.run as run
-from project.core.checkpoint import RECORD
-from project.core.errors import UserError
 from project.lit.checkpoint import newest_validation
+from project.model.checkpoint_file import RECORD
+from project.runtime.errors import UserError
 from tests.conftest import PHOTOS, REPOSITORY, SMALL, Finished, run_module
 
 Make = Callable[..., Path]

@@ -11,16 +11,16 @@ from torch.optim import SGD
 
 import project.lit.run
 import project.raw.run
-from project.core.arguments import expand
-from project.core.checkpoint import extract_state_dict
-from project.core.config import GuardConfig
-from project.core.errors import UserError
-from project.core.ruin import IF_NOT_FINITE, Ruined
 from project.guard import ReplicaGuard
 from project.guard.replica_guard import _report_not_finite
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
+from project.model.checkpoint_file import extract_state_dict
+from project.model.nonfinite import IF_NOT_FINITE, Ruined
 from project.raw.guard import Guard
+from project.runtime.errors import UserError
+from project.settings.arguments import expand
+from project.settings.config import GuardConfig
 from tests.conftest import SMALL, run_jobs, training
 
 RUN = [

@@ -12,12 +12,12 @@ from torchvision.models import ResNet50_Weights
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from project.core.config import DataConfig
-from project.core.decode import read_image
-from project.core.errors import BadImageError
-from project.core.images import read_pixels
-from project.core.seed import seeded
-from project.core.transforms import Normalize, RandomResizedCrop, TrainTransform, val_transform
+from project.data.decode import read_image
+from project.data.pixels import read_pixels
+from project.data.transforms import Normalize, RandomResizedCrop, TrainTransform, val_transform
+from project.runtime.errors import BadImageError
+from project.settings.config import DataConfig
+from project.settings.seed import seeded
 from tests.conftest import PHOTOS
 
 RGB = np.dstack([np.full((8, 8), value, dtype=np.uint8) for value in (200, 100, 50)])

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from project.core import index as index_module
-from project.core.config import DataConfig
-from project.core.errors import UserError
-from project.core.image_list import describe_images, image_changes, same_folder, share_to_evaluate
-from project.core.index import ImageIndex, load_index, load_splits
-from project.core.report import data_lines
+from project.data import index_cache
+from project.data.image_list import describe_images, image_changes, same_folder, share_to_evaluate
+from project.data.index import ImageIndex, make_index
+from project.data.index_cache import load_index
+from project.data.splits import load_splits
+from project.report.lines import data_lines
+from project.runtime.errors import UserError
+from project.settings.config import DataConfig
 from tests.conftest import write_images
 
 Make = Callable[..., Path]
@@ -92,11 +94,11 @@ def test_linked_and_nested_folders_are_followed(make_data: Make, tmp_path: Path)
 def test_changes_between_runs_are_noticed_and_an_unchanged_folder_is_not_read_again(
     make_data: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "_RACY_NS", 0)
+    monkeypatch.setattr(index_cache, "_RACY_NS", 0)
     train = make_data(train=6, val=3) / "train"
     scans: list[str] = []
-    scan_classes = index_module._scan_classes
-    monkeypatch.setattr(index_module, "_scan_classes", lambda folder: scans.append(folder) or scan_classes(folder))
+    scan_classes = index_cache.scan_classes
+    monkeypatch.setattr(index_cache, "scan_classes", lambda folder: scans.append(folder) or scan_classes(folder))
 
     def changed() -> bool:
         before = len(scans)
@@ -122,17 +124,17 @@ def test_a_folder_changed_just_before_the_scan_is_scanned_again(make_data: Make,
     train = make_data(train=3, val=3) / "train"
     load_index(train)  # within the two seconds in which a folder's clock may not tick
     scanned = []
-    monkeypatch.setattr(index_module, "_scan_classes", lambda folder: scanned.append(folder))
+    monkeypatch.setattr(index_cache, "scan_classes", lambda folder: scanned.append(folder))
     with pytest.raises(TypeError):
         load_index(train)
     assert scanned
 
 
 def test_a_damaged_cache_is_made_anew_and_may_be_read_by_others(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_RACY_NS", 0)
+    monkeypatch.setattr(index_cache, "_RACY_NS", 0)
     train = make_data(train=6, val=3) / "train"
     expected = names(load_index(train))
-    cached = index_module.cached_index(train)
+    cached = index_cache.cached_index(train)
     whole = cached.read_bytes()
     assert cached.stat().st_mode & 0o044 == 0o044 & ~umask()
     assert [path.name for path in cached.parent.glob(f"*{cached.stem}*")] == [cached.name]
@@ -169,7 +171,7 @@ def test_without_a_place_for_the_cache_there_is_one_note_and_the_digits_are_in_a
     with pytest.raises(UserError, match="The embedded digits need a folder to be written to.*\n.*with LOCKSTEP_CACHE"):
         load_splits(DataConfig(root="digits"))
     monkeypatch.delenv("LOCKSTEP_CACHE")
-    monkeypatch.setattr(index_module.platformdirs, "user_cache_path", lambda _: Path("~/.cache/lockstep"))
+    monkeypatch.setattr(index_cache.platformdirs, "user_cache_path", lambda _: Path("~/.cache/lockstep"))
     monkeypatch.setattr(os.path, "expanduser", str)  # as where there is no HOME and no entry for the user
     monkeypatch.chdir(tmp_path)
     assert "~/.cache/lockstep cannot be written (this user has no home folder)" in load_index(root / "train").note
@@ -290,7 +292,7 @@ def test_what_is_no_data_set_is_refused(make_data: Make, tmp_path: Path) -> None
 
 
 def test_a_large_index_is_loaded_in_flat_arrays(tmp_path: Path) -> None:
-    index = index_module.make_index("f", ["c"], [(f"c/{i}.jpg", 0) for i in range(1000)])
+    index = make_index("f", ["c"], [(f"c/{i}.jpg", 0) for i in range(1000)])
     assert index.name(0) == "c/0.jpg"
     assert index.name(999) == "c/999.jpg"
     assert index.select(np.array([5, 999])).path(1) == "f/c/999.jpg"

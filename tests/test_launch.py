@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-import project.core.process
-from project.core.errors import UserError
-from project.core.launch import _free_port, launch
+import project.runtime.process
+from project.ranks.launch import _free_port, launch
+from project.runtime.errors import UserError
 from tests.conftest import REPOSITORY, SMALL, run_jobs, training
 
 # Rank 1 fails in its second step; whatever leaves the group of the ranks, or Lightning, would wait for ever.
 FAILING = """
 import json, os, time
 import lightning.pytorch, torch.distributed
-import project.core.process, project.lit.module, project.raw.trainer
+import project.runtime.process, project.lit.module, project.raw.trainer
 os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["RANK"]
 if "TORCHELASTIC_ERROR_FILE" in os.environ:
     os.environ["TORCHELASTIC_ERROR_FILE"] += os.environ["RANK"]
@@ -45,7 +45,7 @@ def failing(original):
     return step
 
 
-def end_now(code, original=project.core.process._end_now):
+def end_now(code, original=project.runtime.process._end_now):
     os.write(1, f"ends after {time.monotonic() - began:.1f} s\\n".encode() if began else b"")
     original(code)
 
@@ -54,7 +54,7 @@ torch.distributed.destroy_process_group = slow(torch.distributed.destroy_process
 lightning.pytorch.Trainer._teardown = slow(lightning.pytorch.Trainer._teardown)
 project.lit.module.Classifier.training_step = failing(project.lit.module.Classifier.training_step)
 project.raw.trainer.Trainer.step = failing(project.raw.trainer.Trainer.step)
-project.core.process._end_now = end_now
+project.runtime.process._end_now = end_now
 """
 LAUNCHERS = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"},
@@ -65,9 +65,9 @@ LAUNCHERS = {
 }
 CODE = """
 import os, sys
-import project.core.launch
-from project.core.launch import _free_port, launch
-project.core.launch._SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
+import project.ranks.launch
+from project.ranks.launch import _free_port, launch
+project.ranks.launch._SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
 sys.exit(launch("tests.rank_script", [sys.argv[1]], ranks=2, num_nodes=1, threads=1))
 """
 
@@ -218,7 +218,7 @@ def test_the_launcher_gives_back_the_signal_handlers() -> None:
 
 
 def test_a_command_that_a_signal_ends_says_so() -> None:
-    script = "import os, signal; from project.core.command import end_by_exception; end_by_exception()"
+    script = "import os, signal; from project.runtime.command import end_by_exception; end_by_exception()"
     command = [sys.executable, "-c", f"{script}; os.kill(os.getpid(), signal.SIGTERM)"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (143, "ended by SIGTERM\n")
@@ -271,9 +271,11 @@ def test_a_failure_in_a_step_is_said_before_a_teardown_that_waits_for_other_rank
 
 def test_a_command_ends_with_the_one_that_has_started_it(tmp_path: Path) -> None:
     """However that ends: a comparison that is killed leaves no trainer behind, a benchmark no contestant."""
-    command = "import os, time; from project.core.process import run_command; os.write(1, b'started'); "
+    command = "import os, time; from project.runtime.process import run_command; os.write(1, b'started'); "
     command += "run_command(lambda: time.sleep(60))"
-    script = f"import subprocess, sys; from project.core.process import ends_with_this; c = [sys.executable, '-c', {command!r}]; "
+    script = (
+        f"import subprocess, sys; from project.runtime.process import ends_with_this; c = [sys.executable, '-c', {command!r}]; "
+    )
     script += "subprocess.Popen(c, **ends_with_this({})).wait()"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -307,7 +309,7 @@ def test_the_open_file_limit_is_raised_and_never_lowered(
     limits = [(now, most)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    project.core.process._allow_open_files()
+    project.runtime.process._allow_open_files()
     assert limits[-1] == (after, most)
 
 
@@ -315,7 +317,7 @@ def test_the_open_file_limit_is_raised_and_never_lowered(
 def test_a_broken_connection_is_no_wall_of_c10ds_frames() -> None:
     """What torch raises comes to Python as ever; what it logs besides, with the frames of its C++, is silenced."""
     script = """
-from project.core.process import run_command
+from project.runtime.process import run_command
 
 def main():
     import torch.distributed as dist

@@ -9,19 +9,19 @@ import pytest
 
 import project.parity.matrix
 from project.compare import parse
-from project.core.arguments import expand
-from project.core.errors import UserError
-from project.core.index import load_splits
-from project.core.plan import BatchPlan
+from project.data.splits import load_splits
+from project.faults.catalogue import find_fault
+from project.faults.injection import command
 from project.parity.comparison import Outcome, Request, compare_folders
-from project.parity.faults import find_fault
-from project.parity.injection import command
 from project.parity.matrix import ALL, CANNOT_TELL, DIFFERS, EQUIVALENT, MATRIX, SETTINGS, Result, Row, choose, judge, run_matrix
-from project.parity.run import CannotTell
+from project.parity.recorded_run import CannotTell
 from project.parity.small_training import small_digits
 from project.raw.cli import Settings
 from project.raw.cli import parse as parse_raw
 from project.raw.data import plan_batches
+from project.runtime.errors import UserError
+from project.settings.arguments import expand
+from project.settings.plan import BatchPlan
 from tests.hand_made import make_ranks, steps, write_ranks
 
 

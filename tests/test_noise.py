@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.core.record import digest
+from project.faults.fault import PLAIN
 from project.parity.checks import compare_runs, first_difference
 from project.parity.comparison import Outcome, Request, Stage, compare_trainers
-from project.parity.fault import PLAIN
 from project.parity.noise import FACTOR, LIMIT, measure_noise, relative
-from project.parity.run import Run
+from project.parity.recorded_run import Run
 from project.parity.small_training import small_digits
 from project.parity.verdict import headline, lines, shown
+from project.record.format import digest
 from tests.hand_made import make_ranks, steps
 
 NAMES = ("conv", "fc")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from project.core.errors import UserError
-from project.core.plan import BatchPlan, available_cores, loader_workers
+from project.runtime.errors import UserError
+from project.settings.plan import BatchPlan, available_cores, loader_workers
 
 
 def plan(**changes: object) -> BatchPlan:

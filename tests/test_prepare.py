@@ -20,17 +20,17 @@ from PIL import Image
 from scipy.io import savemat
 
 import project.prepare
-from project.core.config import DataConfig
-from project.core.decode import read_image
-from project.core.errors import NothingToDo, UserError, WriteError
-from project.core.index import load_splits
-from project.core.preparing import images as prepare_module
-from project.core.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, class_archives
-from project.core.preparing.images import prepare_image, prepare_items, read_item
-from project.core.preparing.record import BEGUN, LOCK, PARTIAL, RECORD, Settings
-from project.core.preparing.run import Preparation, check_apart, check_folder, check_space, estimate
-from project.core.preparing.sources import find_source, jpeg_names
-from project.core.report import data_lines
+from project.data.decode import read_image
+from project.data.manifest import BEGUN, LOCK, PARTIAL, RECORD, Settings
+from project.data.preparing import images as prepare_module
+from project.data.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, class_archives
+from project.data.preparing.making import Preparation, check_apart, check_folder, check_space, estimate
+from project.data.preparing.resizing import prepare_image, prepare_items, read_item
+from project.data.preparing.sources import find_source, jpeg_names
+from project.data.splits import load_splits
+from project.report.lines import data_lines
+from project.runtime.errors import NothingToDo, UserError, WriteError
+from project.settings.config import DataConfig
 from tests.conftest import PHOTOS, REPOSITORY, Finished, run_module, write_images
 
 Make = Callable[..., Path]
@@ -401,7 +401,7 @@ def test_the_target_lies_apart_and_is_empty(make_data: Make, tmp_path: Path) -> 
 def test_two_at_once_in_one_folder(make_data: Make, tmp_path: Path) -> None:
     """The second is refused before it writes anything, also with other settings; the lock leaves nothing behind."""
     src, dst = make_data(train=40, val=6), tmp_path / "dst"
-    holder = "import sys, time; from pathlib import Path; from project.core.preparing.run import claim\n"
+    holder = "import sys, time; from pathlib import Path; from project.data.preparing.making import claim\n"
     holder += "with claim(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
     preparation = Preparation(settings(src), dst, find_source(settings(src)), {})
     with subprocess.Popen(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from project.core.progress import LINE_EVERY_S, Bar, epoch_name
 from project.raw.metrics import TrainMetrics
 from project.raw.progress import Progress
+from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
 
 
 def train(*, enabled: bool = True) -> Progress:

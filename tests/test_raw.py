@@ -17,13 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import project.lit.run
 import project.raw.run
-from project.core.arguments import expand
-from project.core.checkpoint import RECORD, extract_state_dict
-from project.core.errors import UserError
-from project.core.record import read_record, read_sketch
 from project.lit.cli import TrainCLI
+from project.model.checkpoint_file import RECORD, extract_state_dict
 from project.raw.cli import NEUTRAL, TrainerConfig, parse
 from project.raw.distributed import ddp_options
+from project.record.format import read_record, read_sketch
+from project.runtime.errors import UserError
+from project.settings.arguments import expand
 from tests.conftest import REPOSITORY, SMALL, Finished, run_jobs, run_module, training, write_images
 
 # 22 training images over 2 ranks are 11 each: 5 batches of 2 and one of 1, in windows of 4 and a tail of 2, so 2 steps an

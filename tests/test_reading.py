@@ -9,11 +9,11 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import project.lit.cli
-from project.core.arguments import expand
-from project.core.errors import UserError
-from project.core.process import world_of_launcher
 from project.raw.cli import parse
 from project.raw.distributed import find_rank
+from project.runtime.errors import UserError
+from project.runtime.process import world_of_launcher
+from project.settings.arguments import expand
 from tests.conftest import REPOSITORY, run_module
 
 NOTEBOOKS = REPOSITORY / "notebooks"

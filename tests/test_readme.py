@@ -15,12 +15,12 @@ import project.export
 import project.predict
 import project.prepare
 import project.trace
-from project.core.arguments import expand
-from project.core.errors import UserError
+from project.faults.catalogue import FAULTS
 from project.lit.cli import TrainCLI, ValidateCLI
-from project.parity.faults import FAULTS
 from project.parity.matrix import EQUIVALENT, MATRIX, choose
 from project.raw.cli import parse
+from project.runtime.errors import UserError
+from project.settings.arguments import expand
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -11,17 +11,17 @@ import yaml
 from torch import nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from project.core.checks import check_recipe
-from project.core.config import CONFIGS, DataConfig, ModelConfig
-from project.core.device import tune
-from project.core.ema import EMA, build_ema
-from project.core.errors import UserError
-from project.core.mixing import Mixing
-from project.core.model import build_model, new_model
-from project.core.optim import build_optimizer, build_schedule, decay_groups, lr_factor
-from project.core.plan import BatchPlan
-from project.core.recipe import recipe_lines
-from project.core.transforms import TrainTransform, train_size
+from project.data.mixing import Mixing
+from project.data.transforms import TrainTransform, train_size
+from project.model.ema import EMA, build_ema
+from project.model.optim import build_optimizer, build_schedule, decay_groups, lr_factor
+from project.model.resnet import build_model, new_model
+from project.preflight.recipe import recipe_lines
+from project.preflight.refusals import check_recipe
+from project.runtime.device import tune
+from project.runtime.errors import UserError
+from project.settings.config import CONFIGS, DataConfig, ModelConfig
+from project.settings.plan import BatchPlan
 
 IMAGENET = 1_281_167  # training images
 

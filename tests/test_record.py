@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from project.core.data import ResumableLoader, TrainBatchSampler
-from project.core.errors import UserError
-from project.core.record import digest, distance, read_record, read_sketch, sketch
-from project.core.recorder import Recorder, check_record_folder
+from project.data.loading import ResumableLoader, TrainBatchSampler
+from project.record.format import digest, distance, read_record, read_sketch, sketch
+from project.record.recorder import Recorder, check_record_folder
+from project.runtime.errors import UserError
 
 
 def test_equal_hashes_mean_equal_type_shape_and_bytes() -> None:

@@ -11,10 +11,10 @@ import torch
 
 import project.lit.run
 import project.raw.run
-from project.core.arguments import expand
-from project.core.errors import UserError
 from project.lit.checkpoint import AtomicCheckpointIO, Last
 from project.lit.cli import TrainCLI
+from project.runtime.errors import UserError
+from project.settings.arguments import expand
 from tests.conftest import REPOSITORY, run_module, write_images
 
 Make = Callable[..., Path]

@@ -15,8 +15,8 @@ import torch
 
 import project.lit.run
 import project.raw.run
-from project.core.agreement import STOP, Agreement
-from project.core.checkpoint import RECORD, extract_state_dict
+from project.model.checkpoint_file import RECORD, extract_state_dict
+from project.ranks.agreement import STOP, Agreement
 from tests.conftest import REPOSITORY, SMALL, run_jobs, run_module, write_images
 
 FIT = {"project.fit": project.lit.run.fit, "project.fit_raw": project.raw.run.fit}
@@ -169,8 +169,8 @@ AHEAD = """
 import os, signal, time
 import {module}
 from {wing}.run import fit
-from project.core.agreement import Agreement
-from project.core.process import run_command
+from project.ranks.agreement import Agreement
+from project.runtime.process import run_command
 
 begins, step, trained = {module}.{begins}, Agreement.after_step, []
 

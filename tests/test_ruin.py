@@ -10,15 +10,16 @@ from torch import nn
 
 import project.lit.run
 import project.raw.run
-from project.core.checkpoint import RECORD, read_checkpoint
-from project.core.curves import draw_curves
-from project.core.data import IGNORE
-from project.core.report import closing_lines, epoch_line
-from project.core.ruin import Advice, LossWatch, Ruined, StateCheck, bad_tensors, training_tensors, unusable_line
+from project.data.loading import IGNORE
 from project.lit.checkpoint import Best
 from project.lit.metrics import ValMetrics as LitMetrics
+from project.model.checkpoint_file import RECORD, read_checkpoint
+from project.model.nonfinite import Ruined, bad_tensors, training_tensors, unusable_line
+from project.ranks.state_check import Advice, LossWatch, StateCheck
 from project.raw.checkpoint import Place
 from project.raw.metrics import ValMetrics as RawMetrics
+from project.report.curves import draw_curves
+from project.report.lines import closing_lines, epoch_line
 from tests.conftest import SMALL, run_jobs, run_module, training
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ KILLED_WHILE_SAVING = """
 import os, random, resource, signal, sys, time
 from pathlib import Path
 import torch
-from project.core.checkpoint import write_atomic
-from project.core.errors import WriteError
+from project.model.checkpoint_file import write_atomic
+from project.runtime.errors import WriteError
 
 torch.set_num_threads(1)  # a child of fork has no other threads
 path, chosen = Path(sys.argv[1]), random.Random(1)

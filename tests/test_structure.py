@@ -1,73 +1,57 @@
 """The tree is the diagram: who may import whom, and that every config is one that the commands accept."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from project.core.arguments import expand
+import project
 from project.lit.cli import TrainCLI
+from project.settings.arguments import expand
 from tests.conftest import REPOSITORY
 
 PROJECT = REPOSITORY / "project"
 
-# folder or command -> what of ours, and of the trainers' frameworks, it may import
-MAY_IMPORT = {
-    "core": {"core"},
-    "guard": {"guard"},
-    "lit": {"core", "guard", "lit", "lightning"},
-    "raw": {"core", "guard", "raw"},
-    "parity": {"core", "parity"},
-    "parity/faults.py": {"core", "parity", "raw"},  # which these two patch from outside
-    "parity/mistakes.py": {"core", "parity", "raw"},
-    "fit": {"core", "lit", "lightning"},
-    "validate": {"core", "lit", "lightning"},
-    "predict": {"core"},
-    "export": {"core"},
-    "prepare": {"core"},
-    "fit_raw": {"core", "raw"},
-    "compare": {"core", "parity"},
-    "measure": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
-    "bench": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
-    "trace": {"core", "guard", "lit", "raw", "parity", "measure", "lightning"},
-}
+ALONE = ("settings", "data", "model", "runtime", "report", "record", "preflight", "subprocesses", "parity")
 
 
-def imported(file: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} imports relatively"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+def lint(folder: Path) -> int:
+    """Exit code of import-linter with the contracts of a folder's pyproject.toml."""
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.DEVNULL).returncode
 
 
-def breaches(part: str, names: set[str]) -> set[str]:
-    ours = {name.split(".")[1] for name in names if name.startswith("project.")}
-    frameworks = {name.split(".")[0] for name in names} & {"lightning", "pytorch_lightning", "lightning_fabric"}
-    return (ours | frameworks) - MAY_IMPORT[part]
+def test_imports_follow_the_contracts_and_a_false_contract_is_noticed(tmp_path: Path) -> None:
+    assert lint(REPOSITORY) == 0
+    contracts = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert contracts.count('    "model",\n    "data",\n') == 1
+    turned = contracts.replace('    "model",\n    "data",\n', '    "data",\n    "model",\n')  # a model asks how its images come
+    (tmp_path / "pyproject.toml").write_text(turned, encoding="utf-8")
+    assert lint(tmp_path) == 1
 
 
-def part_of(file: Path) -> str:
-    inside = file.relative_to(PROJECT)
-    return inside.as_posix() if inside.as_posix() in MAY_IMPORT else inside.parts[0].removesuffix(".py")
+def test_every_room_is_drawn_in_the_map() -> None:
+    drawn = re.findall(r"^(\w+)/", project.__doc__ or "", re.MULTILINE)
+    rooms = {path.parent.name for path in PROJECT.glob("*/__init__.py")}
+    assert sorted(drawn) == sorted(rooms)
+    assert all((PROJECT / room / "__init__.py").read_text(encoding="utf-8").startswith('"""') for room in rooms)
 
 
-@pytest.mark.parametrize("file", sorted(PROJECT.rglob("*.py")), ids=lambda file: str(file.relative_to(PROJECT)))
-def test_imports_follow_the_table(file: Path) -> None:
-    if file == PROJECT / "__init__.py":
-        assert not imported(file)
-    else:
-        assert not breaches(part_of(file), imported(file))
-
-
-def test_the_table_would_notice() -> None:
-    assert breaches("core", {"project.lit.module.Classifier", "torch.nn"}) == {"lit"}
-    assert breaches("predict", {"lightning.pytorch.Trainer"}) == {"lightning"}
+@pytest.mark.parametrize("room", ALONE)
+def test_what_knows_no_process_group_talks_to_none(room: str) -> None:
+    for file in (PROJECT / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [
+                    getattr(node, "module", "") or "",
+                    *(f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names),
+                ]
+                assert not any("torch.distributed" in name or name.endswith("distributed") for name in names), file
 
 
 @pytest.mark.parametrize("folder", ["project", "tests"])

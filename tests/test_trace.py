@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from project.core.errors import UserError
 from project.measure.timeline.analysis import PARTS, Step, analyse, match_buckets
 from project.measure.timeline.buckets import bucket_contents
+from project.measure.timeline.chrome_trace import RankTrace, read_rank, read_ranks
 from project.measure.timeline.page import marked, merge, write_all
-from project.measure.timeline.rank import WARM_UP, Plan
-from project.measure.timeline.read import RankTrace, read_rank, read_ranks
-from project.measure.timeline.run import QUIET
+from project.measure.timeline.rank_tracer import WARM_UP, Plan
 from project.measure.timeline.spans import Reduce, Span, minus, total, union
 from project.measure.timeline.summary import Summary, find, lines, shown_ranks, summarise
+from project.measure.timeline.traced_training import QUIET
+from project.runtime.errors import UserError
 from project.trace import FIXED, parse
 from tests.conftest import SMALL, Finished, run_module
 

@@ -11,12 +11,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from project.core.checkpoint import RECORD, copy_atomic, find_best, write_atomic
-from project.core.image_list import describe_images
-from project.core.ruin import scores
+from project.data.image_list import describe_images
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
+from project.model.checkpoint_file import RECORD, copy_atomic, find_best, write_atomic
+from project.model.nonfinite import scores
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -8,7 +8,30 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.arguments import (
+from project.data.loading import numbers_of
+from project.lit.accelerator import OwnGPU
+from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
+from project.lit.curves import Curves
+from project.lit.data import ImageFolders
+from project.lit.ema import MovingAverage
+from project.lit.ending import ClosingLine, ReportFailure
+from project.lit.extensions import refuse_callbacks, refuse_flags, refuse_plugins
+from project.lit.guard import ReplicaGuardCallback
+from project.lit.interruption import Interruption
+from project.lit.metrics import TrainMetrics
+from project.lit.module import Classifier
+from project.lit.no_profiler import NoProfiler
+from project.lit.nonfinite import RefuseRuin
+from project.lit.preflight import CheckAlike
+from project.lit.progress import TrainingProgress
+from project.lit.recording import Recording
+from project.lit.run_folder import RunFolder
+from project.model.nonfinite import IF_NOT_FINITE
+from project.preflight.refusals import check_devices, check_numbers
+from project.runtime.device import find_device, one_gpu_per_task
+from project.runtime.errors import UserError
+from project.runtime.process import drop_stale_variables, started_by_others
+from project.settings.arguments import (
     FILES,
     decide_seed,
     find_checkpoint,
@@ -18,30 +41,7 @@ from project.core.arguments import (
     read_yaml,
     shorten,
 )
-from project.core.checks import check_devices, check_numbers
-from project.core.config import CheckpointConfig, GuardConfig
-from project.core.data import numbers_of
-from project.core.device import find_device, one_gpu_per_task
-from project.core.errors import UserError
-from project.core.process import drop_stale_variables, started_by_others
-from project.core.ruin import IF_NOT_FINITE
-from project.lit.accelerator import OwnGPU
-from project.lit.checkpoint import AtomicCheckpointIO, Best, EqualBuffers, Last, PendingValidation, Record
-from project.lit.checks import CheckAlike
-from project.lit.curves import Curves
-from project.lit.data import ImageFolders
-from project.lit.ema import MovingAverage
-from project.lit.extensions import refuse_callbacks, refuse_flags, refuse_plugins
-from project.lit.guard import ReplicaGuardCallback
-from project.lit.interruption import Interruption
-from project.lit.metrics import TrainMetrics
-from project.lit.module import Classifier
-from project.lit.no_profiler import NoProfiler
-from project.lit.progress import TrainingProgress
-from project.lit.recording import Recording
-from project.lit.report import ClosingLine, ReportFailure
-from project.lit.ruin import RefuseRuin
-from project.lit.run_folder import RunFolder
+from project.settings.config import CheckpointConfig, GuardConfig
 
 
 class Parser(LightningArgumentParser):

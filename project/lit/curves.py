@@ -5,8 +5,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.curves import draw_curves
 from project.lit.metrics import TrainMetrics
+from project.report.curves import draw_curves
 
 _EVERY_S = 60.0  # at most, while training
 

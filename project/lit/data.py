@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from project.core.config import DataConfig
-from project.core.data import (
+from project.data.loading import (
     Loader,
     ResumableLoader,
     TrainBatchSampler,
@@ -17,9 +16,10 @@ from project.core.data import (
     ValImages,
     loader_options,
 )
-from project.core.index import Splits, load_splits
-from project.core.plan import BatchPlan, count_epochs, count_steps, loader_workers
-from project.core.transforms import TrainTransform, val_transform
+from project.data.splits import Splits, load_splits
+from project.data.transforms import TrainTransform, val_transform
+from project.settings.config import DataConfig
+from project.settings.plan import BatchPlan, count_epochs, count_steps, loader_workers
 
 
 def plan_batches(config: DataConfig, splits: Splits, trainer: Trainer) -> BatchPlan:

@@ -1,13 +1,13 @@
-"""The moving average: when it is updated, and that it is saved and restored; `core/ema.py` says how."""
+"""The moving average: when it is updated, and that it is saved and restored; `model/ema.py` says how."""
 
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.checkpoint import RECORD
-from project.core.ema import build_ema
-from project.core.optim import warmup_steps
 from project.lit.module import Classifier
+from project.model.checkpoint_file import RECORD
+from project.model.ema import build_ema
+from project.model.optim import warmup_steps
 
 
 class MovingAverage(Callback):

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.precision.precision import Precision
 
-from project.core.errors import UserError
+from project.runtime.errors import UserError
 
 _AVERAGE = "it would save the average in the place of the weights; give --model.ema_decay, which keeps both"
 _FREEZES = "it freezes a part of the model that a ResNet has no name for; give --model.weights, and all of it is trained"

@@ -6,7 +6,7 @@ from typing import Any
 import lightning
 import torch
 
-from project.core.checkpoint import RECORD
+from project.model.checkpoint_file import RECORD
 
 
 def as_lightning(content: dict[str, Any], *, best_key: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints between the ends of epochs, and an orderly end when a signal comes; `core/agreement.py` says how ranks agree."""
+"""Checkpoints between the ends of epochs, and an orderly end when a signal comes; `ranks/agreement.py` says how ranks agree."""
 
 import sys
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.core.agreement import STOP, Agreement, Interrupted
-from project.core.config import CheckpointConfig
-from project.core.process import end_at_once, started_by_others, started_by_us
-from project.core.report import interrupted_line
 from project.lit.checkpoint import Last
+from project.ranks.agreement import STOP, Agreement, Interrupted
+from project.report.lines import interrupted_line
+from project.runtime.process import end_at_once, started_by_others, started_by_us
+from project.settings.config import CheckpointConfig
 
 
 class Interruption(Callback):

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from project.core.data import IGNORE
-from project.core.late import Late
+from project.data.loading import IGNORE
+from project.runtime.deferred import Late
 
 
 class Accuracy(MulticlassAccuracy):

@@ -7,15 +7,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from project.core.config import ModelConfig
-from project.core.ema import EMA
-from project.core.mixing import Mixing
-from project.core.model import build_model
-from project.core.optim import build_optimizer, build_schedule, follow_recipe, may_fuse, recipe_of
-from project.core.transforms import Normalize
-from project.core.weights import load_weights
+from project.data.mixing import Mixing
+from project.data.transforms import Normalize
 from project.lit.data import ImageFolders, total_steps
 from project.lit.metrics import ValMetrics
+from project.model.ema import EMA
+from project.model.optim import build_optimizer, build_schedule, follow_recipe, may_fuse, recipe_of
+from project.model.resnet import build_model
+from project.model.weights import load_weights
+from project.settings.config import ModelConfig
 
 
 class Classifier(LightningModule):

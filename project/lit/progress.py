@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
-from project.core.progress import LINE_EVERY_S, Bar, epoch_name
-from project.core.report import epoch_line, status
 from project.lit.metrics import TrainMetrics
+from project.report.lines import epoch_line, status
+from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
 
 
 class TrainingProgress(ProgressBar):

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from project.core.recorder import Recorder
-from project.core.ruin import Ruined
 from project.lit.module import Classifier
+from project.model.nonfinite import Ruined
+from project.record.recorder import Recorder
 
 
 class Recording(Callback):

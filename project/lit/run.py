@@ -5,28 +5,28 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.core.agreement import Interrupted
-from project.core.arguments import expand, flag_value, given_value
-from project.core.checkpoint import RECORD, read_checkpoint
-from project.core.checks import check_classes, check_weights
-from project.core.device import tune
-from project.core.errors import UserError
-from project.core.image_list import share_to_evaluate
-from project.core.index import load_splits
-from project.core.launch import launch
-from project.core.model import check_num_classes
-from project.core.plan import available_cores, count_epochs
-from project.core.process import is_first_rank, started_by_others, started_by_us
-from project.core.recipe import recipe_lines
-from project.core.recorder import check_record_folder
-from project.core.report import accuracy, data_lines, run_lines
-from project.core.weights import find_arch, read_weights
-from project.core.words import count
-from project.lit.checks import check_fit
+from project.data.image_list import share_to_evaluate
+from project.data.splits import load_splits
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.data import total_steps
-from project.lit.quiet import quiet
-from project.lit.report import as_refusal
+from project.lit.ending import as_refusal
+from project.lit.preflight import check_fit
+from project.lit.silenced_advice import quiet
+from project.model.checkpoint_file import RECORD, read_checkpoint
+from project.model.resnet import check_num_classes
+from project.model.weights import find_arch, read_weights
+from project.preflight.recipe import recipe_lines
+from project.preflight.refusals import check_classes, check_weights
+from project.ranks.agreement import Interrupted
+from project.ranks.launch import launch
+from project.record.recorder import check_record_folder
+from project.report.lines import accuracy, data_lines, run_lines
+from project.runtime.device import tune
+from project.runtime.errors import UserError
+from project.runtime.plurals import count
+from project.runtime.process import is_first_rank, started_by_others, started_by_us
+from project.settings.arguments import expand, flag_value, given_value
+from project.settings.plan import available_cores, count_epochs
 
 
 def _start_ranks(cli: TrainCLI, arguments: list[str]) -> int | None:

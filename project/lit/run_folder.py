@@ -6,11 +6,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from project.core.files import replacing
-from project.core.process import keep_errors
-from project.core.run_folder import new_run_folder
 from project.lit.checkpoint import Best, Last
 from project.lit.curves import Curves
+from project.runtime.files import replacing
+from project.runtime.process import keep_errors
+from project.runtime.run_folder import new_run_folder
 
 
 class RunFolder(SaveConfigCallback):

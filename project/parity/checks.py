@@ -1,10 +1,11 @@
 """Two recorded runs in, findings out. Equality, unless noise was measured; an empty or broken record is never equal."""
 
+from project.parity.compared_parts import PAIRS
+from project.parity.equality import check_same, compare_pair
+from project.parity.invariants import check_finite, check_modes, check_ranks_equal, check_samples, check_validation, check_windows
 from project.parity.noise import Noise
-from project.parity.pairs import PAIRS, check_same, compare_pair
-from project.parity.promises import check_finite, check_modes, check_ranks_equal, check_samples, check_validation, check_windows
+from project.parity.recorded_run import PHASES, CannotTell, Finding, Run, broken
 from project.parity.reduction import check_reduction
-from project.parity.run import PHASES, CannotTell, Finding, Run, broken
 
 
 def compare_runs(a: Run, b: Run, *, alike: bool = True, noise: Noise | None = None) -> list[Finding]:

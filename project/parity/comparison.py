@@ -1,6 +1,5 @@
 """The story of a comparison: train twice, compare, exchange the checkpoints, train on, compare again."""
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from project.core.arguments import flag_value
-from project.core.errors import UserError
-from project.core.record import TENSORS, UNTIL, tensor_file
 from project.parity.checks import compare_runs, first_difference
+from project.parity.invariants import FINITE
 from project.parity.noise import LIMIT, Noise, measure_noise
-from project.parity.promises import FINITE
-from project.parity.run import CannotTell, Finding, Run, load_run
+from project.parity.recorded_run import CannotTell, Finding, Run, load_run
 from project.parity.sizes import Size, measure_checkpoints, measure_step, repeats
 from project.parity.trainers import LIGHTNING, RAW, Trained, start, train
+from project.record.format import TENSORS, UNTIL, tensor_file
+from project.runtime.errors import UserError
+from project.settings.arguments import flag_value
 
 _REFUSED = "does not have a deterministic implementation"  # torch's words
 EPOCHS, BATCHES = 2, 6  # of the default: with the recording of every step, within four minutes on two cores
@@ -95,21 +94,6 @@ class Outcome:
     @property
     def equivalent(self) -> bool:
         return self.differing is None
-
-
-def new_folder(out: Path | None, *, root: str = "comparisons") -> Path:
-    """`--out`, or comparisons/0, 1, 2 ...: the first that does not exist.
-
-    Raises:
-        UserError: it holds something.
-    """
-    if out is None:
-        number = next(k for k in itertools.count() if not (Path(root) / str(k)).exists())
-        out = Path(root) / str(number)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "not empty" if out.is_dir() else "a file"
-        raise UserError(f"--out {out} is {what}. Name a new folder, or remove that one.")
-    return out
 
 
 def default_arguments(given: list[str]) -> tuple[tuple[str, ...], str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from project.core.record import distance, read_sketch
-from project.parity.run import Tensors
+from project.parity.recorded_run import Tensors
+from project.record.format import distance, read_sketch
 
 
 def is_tensor(value: Any) -> bool:

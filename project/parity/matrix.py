@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from project.core.errors import UserError
-from project.core.files import write_text
-from project.core.plan import available_cores
 from project.parity.comparison import Outcome, Request, compare_trainers
+from project.parity.recorded_run import CannotTell
 from project.parity.report import write_report
-from project.parity.run import CannotTell
 from project.parity.small_training import SMALL, small_digits
 from project.parity.trainers import RAW
 from project.parity.verdict import explain, rows, wrap
+from project.runtime.errors import UserError
+from project.runtime.files import write_text
+from project.settings.plan import available_cores
 
 SETTINGS = {
     "1-rank": "--devices 1",

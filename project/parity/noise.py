@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from project.core.record import distance
+from project.parity.compared_parts import PAIRS
 from project.parity.differences import is_tensor, keys_difference, norm
-from project.parity.run import Run
+from project.parity.recorded_run import Run
+from project.record.format import distance
 
 FACTOR = 4.0
 LIMIT = 1e-3
@@ -91,8 +92,6 @@ class Noise:
 
 def measure_noise(run: Run, repeat: Run) -> Noise:
     """From two runs of the same program; until the first step in which they are further apart than LIMIT."""
-    from project.parity.pairs import PAIRS  # which asks a Noise what it explains
-
     floors: dict[str, list[tuple[float, float]]] = {}
     for pair in PAIRS:
         if pair.name not in NOISY:

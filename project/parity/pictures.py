@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from project.parity.run import Run
+from project.parity.recorded_run import Run
 
 WIDTH, LEFT, RIGHT, TOP = 860.0, 64.0, 16.0, 14.0
 _POINTS = 6000  # at most, in the picture of samples; more would only be grey

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.core.record import digest, read_sketch, tensor_file
-from project.parity.run import Event, Finding, Run
+from project.parity.recorded_run import Event, Finding, Run
+from project.record.format import digest, read_sketch, tensor_file
 
 EXACTLY = "mean of the ranks, exactly"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,12 +9,12 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from project.core.files import write_text
-from project.core.record import OF_THE_RUN
+from project.parity.compared_parts import OWN_KEYS
 from project.parity.comparison import Outcome, Stage
-from project.parity.pairs import OWN_KEYS
 from project.parity.pictures import LEFT, RIGHT, TOP, WIDTH, draw_losses, draw_samples
 from project.parity.verdict import causes, explain, headline, merged_rows, not_shown, shown
+from project.record.format import OF_THE_RUN
+from project.runtime.files import write_text
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.core.checkpoint import extract_state_dict, read_checkpoint
-from project.core.record import digest, tensor_file
-from project.parity.run import Run
+from project.model.checkpoint_file import extract_state_dict, read_checkpoint
+from project.parity.recorded_run import Run
+from project.record.format import digest, tensor_file
 
 PARTS = ("images", "logits", "local", "reduced", "weights", "optimizer", "buffers")  # in order of cause
 

@@ -3,8 +3,9 @@
 import shutil
 from pathlib import Path
 
-from project.core.config import CONFIGS, DIGITS, DataConfig
-from project.core.index import ImageIndex, load_splits
+from project.data.index import ImageIndex
+from project.data.splits import load_splits
+from project.settings.config import CONFIGS, DIGITS, DataConfig
 
 TRAIN, VAL = 43, 11  # images: odd numbers, so that several ranks need padding, and the last batch of a rank is a smaller one
 

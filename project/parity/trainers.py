@@ -1,26 +1,17 @@
 """Start a trainer as a user would, in a clean process of its own, and read what it left behind."""
 
-import contextlib
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from project.core.process import ends_with_this
-from project.core.record import TENSORS, UNTIL
-from project.core.run_folder import newest_checkpoint
-from project.parity.run import CannotTell, Run, load_run
+from project.parity.recorded_run import CannotTell, Run, load_run
+from project.runtime.run_folder import newest_checkpoint
+from project.subprocesses.clean_process import last_lines, run_to_end
 
 LIGHTNING = (sys.executable, "-m", "project.fit")
 RAW = (sys.executable, "-m", "project.fit_raw")
-
-_STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
-_STALE |= {"ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", TENSORS, UNTIL}
-_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PL_", "LOCKSTEP_ALIVE", "LOCKSTEP_PARENT")
 
 
 @dataclass(frozen=True)
@@ -40,12 +31,6 @@ class Trained:
     @property
     def checkpoint(self) -> Path | None:
         return newest_checkpoint(self.folder)
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    """This process's, without what some other launch has left in it."""
-    kept = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
-    return {**kept, "PYTHONUNBUFFERED": "1", **more}
 
 
 def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, name: str, timeout: float, **env: str) -> Trained:
@@ -84,36 +69,3 @@ def start(command: Sequence[str], arguments: Sequence[str], folder: Path, *, tim
     where += ["--guard.every", "0"]  # which would end a run for the mistake that is to be compared
     where += ["--checkpoint.every_minutes", "0"]  # a clock would have the two save after other steps
     return run_to_end([*command, *arguments, *where], folder / "output.txt", timeout=timeout, **env)
-
-
-def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: str) -> int | None:
-    """The exit code of a command in a clean environment, or None where it had to be ended."""
-    with output.open("w", encoding="utf-8") as written:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            **ends_with_this(clean_environment(**env)),
-        )
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The trainer and what is left in its group; its ranks have groups of their own, and end with it."""
-    if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
-
-
-def last_lines(folder: Path, lines: int = 15) -> str:
-    text = (folder / "output.txt").read_text(errors="replace", encoding="utf-8").replace("\r", "\n").rstrip().splitlines()
-    return "\n".join([line for line in text if line.strip()][-lines:])

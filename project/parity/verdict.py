@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from project.parity.comparison import Outcome, Stage
+from project.parity.invariants import FINITE
 from project.parity.noise import FACTOR, LIMIT, Noise
-from project.parity.promises import FINITE
+from project.parity.recorded_run import Finding
 from project.parity.reduction import EXACTLY
-from project.parity.run import Finding
 from project.parity.sizes import Size
 
 CAUSES = {

@@ -8,11 +8,11 @@ from torch import optim
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from project.core.checkpoint import RECORD, copy_atomic, find_best
-from project.core.ema import EMA
-from project.core.image_list import describe_images
-from project.core.optim import follow_recipe, recipe_of
-from project.core.ruin import scores
+from project.data.image_list import describe_images
+from project.model.checkpoint_file import RECORD, copy_atomic, find_best
+from project.model.ema import EMA
+from project.model.nonfinite import scores
+from project.model.optim import follow_recipe, recipe_of
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
 

@@ -9,7 +9,13 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from torch.nn.parallel import DistributedDataParallel
 
-from project.core.arguments import (
+from project.preflight.refusals import check_devices, check_hardware, check_numbers
+from project.raw.distributed import DDP_KEYWORDS
+from project.runtime.device import find_device, find_ranks
+from project.runtime.errors import UserError
+from project.runtime.files import replacing
+from project.runtime.process import drop_stale_variables, started_by_others
+from project.settings.arguments import (
     FILES,
     decide_seed,
     find_checkpoint,
@@ -19,13 +25,7 @@ from project.core.arguments import (
     read_yaml,
     shorten,
 )
-from project.core.checks import check_devices, check_hardware, check_numbers
-from project.core.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
-from project.core.device import find_device, find_ranks
-from project.core.errors import UserError
-from project.core.files import replacing
-from project.core.process import drop_stale_variables, started_by_others
-from project.raw.distributed import DDP_KEYWORDS
+from project.settings.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", "32-true": "32-true", "16-mixed": "16-mixed"}
 PRECISIONS |= {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}

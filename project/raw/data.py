@@ -4,8 +4,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from project.core.config import DataConfig
-from project.core.data import (
+from project.data.loading import (
     Loader,
     ResumableLoader,
     Sample,
@@ -15,11 +14,12 @@ from project.core.data import (
     ValImages,
     loader_options,
 )
-from project.core.index import Splits
-from project.core.plan import BatchPlan, loader_workers
-from project.core.transforms import TrainTransform, val_transform
+from project.data.splits import Splits
+from project.data.transforms import TrainTransform, val_transform
 from project.raw.cli import TrainerConfig
 from project.raw.distributed import Ranks
+from project.settings.config import DataConfig
+from project.settings.plan import BatchPlan, loader_workers
 
 
 def plan_batches(config: DataConfig, splits: Splits, trainer: TrainerConfig, *, world_size: int) -> BatchPlan:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from project.core.config import GuardConfig
-from project.core.data import ResumableLoader, numbers_of
-from project.core.ruin import IF_NOT_FINITE
+from project.data.loading import ResumableLoader, numbers_of
 from project.guard import ReplicaGuard
+from project.model.nonfinite import IF_NOT_FINITE
+from project.settings.config import GuardConfig
 
 
 class Guard:

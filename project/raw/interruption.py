@@ -1,4 +1,4 @@
-"""Replaces ModelCheckpoint's intervals and Lightning's reaction to signals; `core/agreement.py` says how ranks agree."""
+"""Replaces ModelCheckpoint's intervals and Lightning's reaction to signals; `ranks/agreement.py` says how ranks agree."""
 
 import sys
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from project.core.agreement import STOP, Agreement, Interrupted
-from project.core.config import CheckpointConfig
-from project.core.report import interrupted_line
+from project.ranks.agreement import STOP, Agreement, Interrupted
 from project.raw.distributed import Ranks
+from project.report.lines import interrupted_line
+from project.settings.config import CheckpointConfig
 
 
 class Interruption:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from project.core.data import IGNORE
-from project.core.late import Late
+from project.data.loading import IGNORE
 from project.raw.distributed import sum_over_ranks
+from project.runtime.deferred import Late
 
 
 class ValMetrics:

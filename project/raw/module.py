@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from project.core.config import ModelConfig
-from project.core.model import build_model
-from project.core.transforms import Normalize
-from project.core.weights import load_weights
+from project.data.transforms import Normalize
+from project.model.resnet import build_model
+from project.model.weights import load_weights
+from project.settings.config import ModelConfig
 
 
 class Classifier(nn.Module):

@@ -2,9 +2,9 @@
 
 import time
 
-from project.core.progress import LINE_EVERY_S, Bar, epoch_name
-from project.core.report import epoch_line, status
 from project.raw.metrics import TrainMetrics
+from project.report.lines import epoch_line, status
+from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
 
 
 class Progress:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from project.core.recorder import Recorder
-from project.core.ruin import Ruined
+from project.model.nonfinite import Ruined
 from project.raw.trainer import Trainer
+from project.record.recorder import Recorder
 
 
 class RecordedTrainer(Trainer):

@@ -9,19 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from project.core.agreement import Interrupted
-from project.core.alike import check_alike, shared_settings
-from project.core.arguments import expand
-from project.core.checks import check_loaders, check_recipe, check_resume, check_weights
-from project.core.device import tune
-from project.core.index import Splits, load_splits
-from project.core.launch import launch
-from project.core.model import check_num_classes
-from project.core.plan import BatchPlan, available_cores, count_epochs, count_steps
-from project.core.process import failure_said_at_once, is_first_rank, keep_errors, started_by_others, started_by_us
-from project.core.recipe import recipe_lines
-from project.core.recorder import check_record_folder
-from project.core.report import closing_lines, data_lines, replaced_line, run_lines
+from project.data.splits import Splits, load_splits
+from project.model.resnet import check_num_classes
+from project.preflight.recipe import recipe_lines
+from project.preflight.refusals import check_loaders, check_recipe, check_resume, check_weights
+from project.ranks.agreement import Interrupted
+from project.ranks.launch import launch
+from project.ranks.same_settings import check_alike, shared_settings
 from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
 from project.raw.distributed import Ranks, find_rank, gather, process_group, sum_over_ranks
@@ -31,6 +25,12 @@ from project.raw.module import Classifier
 from project.raw.recording import RecordedTrainer
 from project.raw.run_folder import make_run_folder
 from project.raw.trainer import Trainer
+from project.record.recorder import check_record_folder
+from project.report.lines import closing_lines, data_lines, replaced_line, run_lines
+from project.runtime.device import tune
+from project.runtime.process import failure_said_at_once, is_first_rank, keep_errors, started_by_others, started_by_us
+from project.settings.arguments import expand
+from project.settings.plan import BatchPlan, available_cores, count_epochs, count_steps
 
 
 def fit(arguments: list[str]) -> int:

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from project.core.curves import draw_curves
-from project.core.run_folder import new_run_folder
 from project.raw.cli import Settings, save_config
 from project.raw.distributed import Ranks, broadcast
+from project.report.curves import draw_curves
+from project.runtime.run_folder import new_run_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -10,13 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from project.core.checkpoint import RECORD, extract_state_dict, read_checkpoint, write_atomic
-from project.core.ema import build_ema
-from project.core.mixing import Mixing
-from project.core.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
-from project.core.plan import count_epochs, count_steps, limit_batches
-from project.core.process import failure_said_at_once
-from project.core.ruin import Advice, StateCheck, training_tensors, unusable_line
+from project.data.mixing import Mixing
+from project.model.checkpoint_file import RECORD, extract_state_dict, read_checkpoint, write_atomic
+from project.model.ema import build_ema
+from project.model.nonfinite import training_tensors, unusable_line
+from project.model.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
+from project.ranks.state_check import Advice, StateCheck
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
@@ -28,6 +27,8 @@ from project.raw.module import Classifier
 from project.raw.precision import Precision
 from project.raw.progress import Progress
 from project.raw.run_folder import Logger
+from project.runtime.process import failure_said_at_once
+from project.settings.plan import count_epochs, count_steps, limit_batches
 
 
 class Trainer:

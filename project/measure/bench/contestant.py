@@ -17,25 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from project.core.data import ResumableLoader
-from project.core.index import Splits, load_splits
-from project.core.launch import launch
-from project.core.process import run_command
-from project.measure.bench.pace import ADDRESS, Pace, remember_wrapped, watch_steps
+from project.data.loading import ResumableLoader
+from project.data.splits import Splits, load_splits
+from project.measure.bench.hand_written import Tiny, run_bare
+from project.measure.bench.paced_training import ADDRESS, Pace, remember_wrapped, watch_steps
+from project.ranks.launch import launch
+from project.runtime.process import run_command
 
 REPEATS = 100  # of the training set, so that no epoch ends
-
-
-class Tiny(nn.Module):
-    """A network whose step takes far less than a millisecond: what a trainer adds to it shows."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 [n, 3, h, w] -> logits [n, classes]."""
-        return self.fc(images.mean(dim=(2, 3)))
 
 
 def endless_splits(*args: Any, **kwargs: Any) -> Splits:
@@ -94,8 +83,6 @@ def main() -> int:
     what = json.loads(os.environ[ADDRESS])
     if what["impl"] in ("lightning", "raw"):
         return train(what, sys.argv[1:])
-    from project.measure.bench.bare import run_bare
-
     return run_bare(what, partial(launch, "project.measure.bench.contestant", []))
 
 

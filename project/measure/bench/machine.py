@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 
-from project.core.plan import available_cores
+from project.settings.plan import available_cores
 
 
 def describe() -> dict[str, str]:

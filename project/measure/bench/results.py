@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from project.core.files import replacing, write_text
 from project.measure.bench.machine import describe_line
+from project.runtime.files import replacing, write_text
 
 
 @dataclass

@@ -20,9 +20,9 @@ communication, and what is exposed is (nearly all of) `wait`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from project.core.errors import UserError
-from project.measure.timeline.read import RankTrace
+from project.measure.timeline.chrome_trace import RankTrace
 from project.measure.timeline.spans import Piece, Reduce, Span, minus, total, union
+from project.runtime.errors import UserError
 
 PARTS = ("data", "copy", "buffers", "forward", "backward", "wait", "optimizer", "rest")
 

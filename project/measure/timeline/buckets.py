@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from project.core.errors import UserError
+from project.runtime.errors import UserError
 
 
 def bucket_contents(log: dict[str, Any], parameters: list[tuple[str, int]]) -> list[dict[str, Any]]:

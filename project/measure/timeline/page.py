@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from project.core.files import write_text
 from project.measure.timeline.analysis import Step, analyse
-from project.measure.timeline.read import read_ranks, shift_us
+from project.measure.timeline.chrome_trace import read_ranks, shift_us
 from project.measure.timeline.spans import Span
 from project.measure.timeline.summary import RULE, Summary, clock_sentence, shown_ranks, summarise, table
+from project.runtime.files import write_text
 
 _LANES = ["parts of the step", "layers", "gradient buckets"]  # threads 1, 2 and from 3 on, which no thread has as its number
 

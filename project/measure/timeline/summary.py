@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from project.measure.timeline.analysis import PARTS, Step
-from project.measure.timeline.rank import PINGS
-from project.measure.timeline.read import RankTrace, offset_us
+from project.measure.timeline.chrome_trace import RankTrace, offset_us
+from project.measure.timeline.rank_tracer import PINGS
 
 LIMIT = 0.05  # of a step: a part that is smaller is not worth a change
 

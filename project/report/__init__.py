@@ -1,0 +1,1 @@
+"""What a run says and draws of itself."""
