@@ -68,9 +68,7 @@ def printed(out: str) -> tuple[float, float, float, int]:
 
 
 @pytest.mark.slow
-def test_A8_A9_validation_is_exact_in_fit_and_on_any_number_of_ranks(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validation_is_exact_in_fit_and_on_any_number_of_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = by_hand(checkpoint)
     with (checkpoint.parents[1] / "metrics.csv").open(encoding="utf-8") as file:
         [row] = [row for row in csv.DictReader(file) if row["val/top1"]]
@@ -238,7 +236,7 @@ def test_imagenets_classes_get_their_names(tmp_path: Path) -> None:
     assert (trained.labels[0], trained.labels[999], trained.val_size) == ("tench", "toilet tissue", 224)
 
 
-def test_E5_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path) -> None:
+def test_exported_weights_load_into_torchvision(checkpoint: Path, tmp_path: Path) -> None:
     finished = run_module("project.export", "--ckpt_path", checkpoint, "--out", tmp_path / "w.pt")
     assert (finished.code, finished.err) == (0, "")
     network = torchvision.models.resnet18(num_classes=10)
@@ -297,7 +295,7 @@ def test_onnx_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_A7_M5_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lightnings_extension_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--trainer.default_root_dir", str(tmp_path), "--data.num_workers", "0"]
     run.fit([*QUICK, *out, "--trainer.fast_dev_run", "true"])
     assert not (tmp_path / "runs").exists()
@@ -365,7 +363,7 @@ def test_the_best_of_a_run_whose_folder_was_moved_is_taken_from_there(tmp_path: 
     assert inherit_best({"path": "gone/best.ckpt", "top1": 0.5}, tmp_path, ckpt_path="gone/last.ckpt") == {}
 
 
-def test_E10_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Path) -> None:
     moved = content(checkpoint)
     [state] = [state for state in moved["callbacks"].values() if "best_model_path" in state]
     state["best_model_path"] = "gone/best.ckpt"
@@ -380,7 +378,7 @@ def test_E10_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path:
     assert best[RECORD]["metrics"]["val/top1"] == max(before["val/top1"], after["val/top1"])
 
 
-def test_E3_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "c.ckpt"
     write_atomic({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):

@@ -84,7 +84,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         compare_trainers(Request(tmp_path, ("--record=x",)))
 
 
-def test_K2_trainers_inherit_nothing_of_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_inherit_nothing_of_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_NTASKS", "PL_GLOBAL_SEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("LOCKSTEP_RECORD_UNTIL", "1")

@@ -53,7 +53,7 @@ def by_sample(*loaders: DataLoader, batches: int = 4) -> dict[int, torch.Tensor]
     return found
 
 
-def test_F1_F2_F3_pixels_depend_on_seed_epoch_and_sample_alone() -> None:
+def test_pixels_depend_on_seed_epoch_and_sample_alone() -> None:
     dataset = train_images()
     alone = by_sample(loader(dataset))
     assert len(alone) == 64
@@ -101,7 +101,7 @@ def test_augmentation_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_F5_mixed_seeds_differ_in_every_part() -> None:
+def test_mixed_seeds_differ_in_every_part() -> None:
     seeds = {mix(seed, epoch, i) for seed in range(10) for epoch in range(10) for i in range(100)}
     assert len(seeds) == 10_000
     assert max(seeds) < 2**32
@@ -111,7 +111,7 @@ def test_F5_mixed_seeds_differ_in_every_part() -> None:
     assert torch.equal(inside, torch.rand(1, generator=torch.Generator().manual_seed(5)))
 
 
-def test_E1_a_resumed_epoch_skips_what_it_has_seen() -> None:
+def test_a_resumed_epoch_skips_what_it_has_seen() -> None:
     dataset = train_images()
     whole = [index.tolist() for _, _, index in loader(dataset, epoch=3)]
     first = loader(dataset, epoch=3)

@@ -92,7 +92,7 @@ def test_metrics(folder: Path) -> None:
     assert all(0 <= row["train/data_wait"] <= 1 and row["train/images_per_s"] > 0 for row in training)
 
 
-def test_E6_E13_checkpoints_say_what_they_are(folder: Path) -> None:
+def test_checkpoints_say_what_they_are(folder: Path) -> None:
     last, best = load(folder / "checkpoints/last.ckpt"), load(folder / "checkpoints/best.ckpt")
     for content in (last, best):
         record = content[RECORD]
@@ -157,7 +157,7 @@ def test_print_config_and_help_come_first(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_E1_E11_resume_is_exact_on_two_ranks_and_makes_a_second_folder(folder: Path, root: Path) -> None:
+def test_resume_is_exact_on_two_ranks_and_makes_a_second_folder(folder: Path, root: Path) -> None:
     """From the middle of an epoch: the bits of weights, buffers and moments."""
     whole = load(folder / "checkpoints/last.ckpt")
     assert sorted(path.name for path in (folder / "checkpoints").glob("step*")) == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
@@ -173,7 +173,7 @@ def test_E1_E11_resume_is_exact_on_two_ranks_and_makes_a_second_folder(folder: P
     assert rows(root / "runs/1")[-1]["val/loss"] == rows(folder)[-1]["val/loss"]
 
 
-def test_E7_E13_resuming_what_is_finished_or_differs_is_refused(folder: Path) -> None:
+def test_resuming_what_is_finished_or_differs_is_refused(folder: Path) -> None:
     last = str(folder / "checkpoints/last.ckpt")
     for flags, word in {
         (): "already taken 12 of 12 steps",
@@ -199,7 +199,7 @@ def with_bad_image(bad: Path, out: Path) -> list[str | Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
-def test_A10_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image: Path, tmp_path: Path) -> None:
+def test_an_unreadable_image_ends_all_ranks_with_its_path(module: str, bad_image: Path, tmp_path: Path) -> None:
     finished = run_module(module, *with_bad_image(bad_image, tmp_path / "out"), "--data.num_workers", "1")
     assert finished.code == 1
     assert finished.seconds < 60
@@ -221,7 +221,7 @@ def test_an_unreadable_image_is_replaced_and_counted(module: str, bad_image: Pat
 
 
 @pytest.mark.slow
-def test_K11_torchrun_starts_as_many_processes_as_it_says(tmp_path: Path) -> None:
+def test_torchrun_starts_as_many_processes_as_it_says(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     short = [*SMALL, "--max_epochs", "1", "--trainer.limit_train_batches", "2", "--trainer.default_root_dir", tmp_path]
     env = {"OMP_NUM_THREADS": "1"}
@@ -258,7 +258,7 @@ def test_photographs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT")])
-def test_K3_K4_a_signal_ends_a_single_process_with_its_own_code(number: int, name: str, tmp_path: Path) -> None:
+def test_a_signal_ends_a_single_process_with_its_own_code(number: int, name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "project.fit", *SMALL, "--max_epochs", "500", "--trainer.default_root_dir", str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A shell starts what it runs in the background with SIGINT ignored, which children inherit.

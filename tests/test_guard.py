@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
 from tests.guard_healthy import BY_HAND, CASES
 from tests.run_ranks import free_port
 
-SCRIPT = (REPOSITORY / "tests/ddp_train.py").read_text(encoding="utf-8")
+SCRIPT = (REPOSITORY / "notebooks/ddp_train.py").read_text(encoding="utf-8")
 HEALTHY = (REPOSITORY / "tests/guard_healthy.py").read_text(encoding="utf-8")
 LOOP = "        for images, target in guard(loader):\n"
 STEP = "            guard.step()\n"
@@ -168,14 +168,14 @@ def test_a_healthy_run_is_one_line_per_epoch(ran: dict[str, Ran]) -> None:
     assert ran["healthy"].out[1] == ""
 
 
-def test_B1_set_epoch_forgotten_is_named_at_the_second_epoch(ran: dict[str, Ran]) -> None:
+def test_set_epoch_forgotten_is_named_at_the_second_epoch(ran: dict[str, Ran]) -> None:
     report = ran["set-epoch"].report()
     assert report.startswith("epoch 2 has the same order as the one before: its first samples are again ")
     assert "found after step 8" in report
     assert "set_epoch was not called" in report
 
 
-def test_B2_no_distributed_sampler_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+def test_no_distributed_sampler_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
     report = ran["sampler"].report()
     assert report.startswith("every rank draws from the whole data set: the loader has a RandomSampler")
     assert "2 ranks x 16 batches of 4 are 128 samples an epoch, of 64" in report
@@ -194,7 +194,7 @@ def test_no_sync_is_named(ran_later: dict[str, Ran]) -> None:
     assert "each of its forwards was under no_sync()" in ran_later["no-sync"].report()
 
 
-def test_F4_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ran]) -> None:
+def test_weights_of_one_rank_are_named_with_tensor_and_size(ran: dict[str, Ran]) -> None:
     report = ran["nudged"].report()
     assert report.startswith("weights differ between the ranks after step 16; they were equal after step 8")
     assert "1 of 16 differ: fc.weight\n" in report
@@ -207,19 +207,19 @@ def test_learning_rates_of_the_ranks_are_named(ran_later: dict[str, Ran]) -> Non
     assert "The learning rates differ" in ran_later["rate"].report()
 
 
-def test_A1_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
+def test_a_shorter_loader_is_named_before_the_first_step(ran: dict[str, Ran]) -> None:
     report = ran["shorter"].report()
     assert report.startswith("the loaders of the ranks differ before step 1: batches")
     assert [line.split()[:2] for line in report.splitlines()[2:4]] == [["0", "8"], ["1", "7"]]
 
 
 @pytest.mark.slow
-def test_A1_a_rank_that_leaves_the_epoch_is_named(ran_later: dict[str, Ran]) -> None:
+def test_a_rank_that_leaves_the_epoch_is_named(ran_later: dict[str, Ran]) -> None:
     assert ran_later["left-early"].report().startswith("rank 1 left the epoch after 5 batches")
 
 
 @pytest.mark.slow
-def test_A2_other_settings_are_named(ran_later: dict[str, Ran]) -> None:
+def test_other_settings_are_named(ran_later: dict[str, Ran]) -> None:
     assert ran_later["settings"].report().startswith("the settings of the ranks differ before step 1: lr")
 
 
@@ -227,13 +227,13 @@ def test_a_skipped_step_is_named(ran: dict[str, Ran]) -> None:
     assert ran["skipped-step"].report().startswith("rank 1 skipped a step: it made none with a batch that came before its step 4")
 
 
-def test_A4_a_skipped_collective_is_named(ran: dict[str, Ran]) -> None:
+def test_a_skipped_collective_is_named(ran: dict[str, Ran]) -> None:
     report = ran["skipped-collective"].report()
     assert report.startswith("rank 1 skipped a collective before 'forward' of step 10: rank 0 still waits in one")
     assert "gloo:all_reduce" in report
 
 
-def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]) -> None:
+def test_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]) -> None:
     report = ran["nan"].report()
     assert report.startswith("a gradient of step 10 is NaN or infinite, the first one (found after step 16)")
     rows = [line.split() for line in report.splitlines()[2:4]]
@@ -244,7 +244,7 @@ def test_M3_the_first_bad_gradient_is_named_with_its_samples(ran: dict[str, Ran]
 
 
 @pytest.mark.slow
-def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran_later: dict[str, Ran]) -> None:
+def test_a_rank_that_does_not_come_is_named_with_all_stacks(ran_later: dict[str, Ran]) -> None:
     report = ran_later["sleeps"].report()
     assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
     assert "time.sleep(60)" in report
@@ -253,20 +253,20 @@ def test_A11_a_rank_that_does_not_come_is_named_with_all_stacks(ran_later: dict[
 
 
 @pytest.mark.slow
-def test_A11_a_stopped_rank_is_named_silent(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_silent(tmp_path: Path) -> None:
     report = run_jobs(tmp_path, [{"name": "stopped", "text": changed(STOPPED)}])["stopped"].report()
     assert report.startswith("rank 1 did not come: rank 0 has waited 2 s in step 10")
     assert "rank 1: no answer" in report
 
 
 @pytest.mark.slow
-def test_B3_ranks_that_shuffle_differently_are_named(ran_later: dict[str, Ran]) -> None:
+def test_ranks_that_shuffle_differently_are_named(ran_later: dict[str, Ran]) -> None:
     report = ran_later["other-seed"].report()
     assert "see the same samples" in report or "used samples more than once" in report
 
 
 @pytest.mark.slow
-def test_A13_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
+def test_other_classes_are_named(ran_later: dict[str, Ran]) -> None:
     assert ran_later["classes"].report().startswith("the loaders of the ranks differ before step 1: classes")
 
 
@@ -403,7 +403,7 @@ def test_a_checksum_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None
 
 @pytest.mark.slow
 def test_the_measurement_of_its_cost_runs(tmp_path: Path) -> None:
-    text = (REPOSITORY / "tests/guard_overhead.py").read_text(encoding="utf-8")
+    text = (REPOSITORY / "project/measure/bench/guard_overhead.py").read_text(encoding="utf-8")
     ran = run_jobs(tmp_path, [{"name": "cost", "text": text, "env": {"ARCH": "resnet18", "PAIRS": "2"}}])["cost"]
     assert ran.codes == [0, 0]
     assert "ms in one that compares: " in ran.out[0]
@@ -415,7 +415,7 @@ def end(**changes: object) -> dict[str, object]:
     return {**said, **changes}
 
 
-def test_B2_an_epoch_that_uses_samples_twice_is_found() -> None:
+def test_an_epoch_that_uses_samples_twice_is_found() -> None:
     twice = [torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])]
     finding, _ = _compare_ends([end(), end()], twice, good_step=2)
     assert finding is not None
@@ -437,7 +437,7 @@ def test_modes_that_differ_in_the_first_forward_of_an_epoch_are_found() -> None:
     assert _compare_ends(alike, [None, None], good_step=8)[0] is None
 
 
-def test_A13_other_parameters_are_found() -> None:
+def test_other_parameters_are_found() -> None:
     other = dict.fromkeys(("settings", "loader", "modules", "data"), {})
     facts = [{**other, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
     finding = _compare_starts(facts)

@@ -96,7 +96,7 @@ def test_a_report_of_a_gradient_advises_the_trainers_user_by_flags() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fit", [project.lit.run.fit, project.raw.run.fit], ids=["project.fit", "project.fit_raw"])
-def test_M3_nothing_is_saved_after_a_gradient_that_is_not_finite(
+def test_nothing_is_saved_after_a_gradient_that_is_not_finite(
     fit: Callable[[list[str]], int], make_data: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, calls = nn.CrossEntropyLoss.forward, []

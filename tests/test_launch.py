@@ -112,7 +112,7 @@ def no_rank_is_left():  # type: ignore[no-untyped-def]
         ("killed", 137, "error: rank 1 was ended by SIGKILL (the system may have run out of memory).\n"),
     ],
 )
-def test_A10_the_first_reason_is_said_last(behaviour: str, code: int, last: str) -> None:
+def test_the_first_reason_is_said_last(behaviour: str, code: int, last: str) -> None:
     process = start(behaviour)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code
@@ -124,7 +124,7 @@ def test_A10_the_first_reason_is_said_last(behaviour: str, code: int, last: str)
     assert first[1:] == second[1:]
 
 
-def test_K7_stale_ranks_of_another_launch_are_replaced() -> None:
+def test_stale_ranks_of_another_launch_are_replaced() -> None:
     process = start("end", RANK="5", LOCAL_RANK="5", WORLD_SIZE="9", MASTER_ADDR="10.1.2.3")
     out, _ = process.communicate(timeout=30)
     assert {line.split()[1] for line in out.splitlines()} == {"2"}
@@ -132,7 +132,7 @@ def test_K7_stale_ranks_of_another_launch_are_replaced() -> None:
 
 
 @pytest.mark.parametrize(("number", "behaviour"), [(signal.SIGTERM, "wait"), (signal.SIGINT, "wait"), (signal.SIGTERM, "deaf")])
-def test_K3_K4_a_signal_ends_all_ranks(number: signal.Signals, behaviour: str) -> None:
+def test_a_signal_ends_all_ranks(number: signal.Signals, behaviour: str) -> None:
     process = start(behaviour, GRACE_S="2")
     assert process.stdout is not None
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_K3_K4_a_signal_ends_all_ranks(number: signal.Signals, behaviour: str) -
         assert err == f"ended by {number.name} before the first step\n"
 
 
-def test_K3_a_second_interrupt_ends_at_once() -> None:
+def test_a_second_interrupt_ends_at_once() -> None:
     process = start("deaf")
     assert process.stdout is not None
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_K3_a_second_interrupt_ends_at_once() -> None:
     assert "no checkpoint was written" in err
 
 
-def test_K4_a_rank_that_dies_after_a_signal_is_named() -> None:
+def test_a_rank_that_dies_after_a_signal_is_named() -> None:
     process = start("dies-of-signal")
     assert process.stdout is not None
     for _ in range(4):
@@ -174,7 +174,7 @@ def test_K4_a_rank_that_dies_after_a_signal_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None:
+def test_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None:
     process = start("stop-1-early")
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143
@@ -182,7 +182,7 @@ def test_K4_a_rank_that_is_stopped_before_the_first_step_ends_all_soon() -> None
 
 
 @pytest.mark.slow
-def test_K4_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:
+def test_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:
     process = start("stopped-by-1")
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143
@@ -190,7 +190,7 @@ def test_K4_a_signal_to_one_rank_that_all_follow_is_the_reason() -> None:
 
 
 @pytest.mark.parametrize("port", ["busy", "x"])
-def test_K1_a_port_that_cannot_be_taken_is_refused_by_its_name(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_cannot_be_taken_is_refused_by_its_name(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -199,7 +199,7 @@ def test_K1_a_port_that_cannot_be_taken_is_refused_by_its_name(port: str, monkey
             launch("tests.rank_script", ["end"], ranks=1, num_nodes=1, threads=1)
 
 
-def test_K5_ranks_end_with_their_launcher() -> None:
+def test_ranks_end_with_their_launcher() -> None:
     process = start("wait")
     assert process.stdout is not None
     for _ in range(2):

@@ -30,7 +30,7 @@ def commands() -> list[str]:
     """Lines of bash blocks, and commands in backticks, from `python -m project` on."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
     inline = re.findall(r"`(python -m project\.[^`]*)`", README)
-    found = [match for line in [*blocks.splitlines(), *inline] for match in re.findall(r"-m (project\..*)", line)]
+    found = [match for line in [*blocks.splitlines(), *inline] for match in re.findall(r"-m (project\.\w+(?= |$).*)", line)]
     assert len(found) > 10
     return sorted(set(found))
 

@@ -206,7 +206,7 @@ def test_mixup_and_cutmix_are_chosen_evenly_and_mix_targets_as_images() -> None:
     assert (shares.mean(), shares.var()) == (pytest.approx(0.5, abs=0.08), pytest.approx(1 / 5.6, abs=0.03))
 
 
-def test_F3_a_batchs_mix_depends_on_its_number_epoch_and_rank_alone() -> None:
+def test_a_batchs_mix_depends_on_its_number_epoch_and_rank_alone() -> None:
     torch.manual_seed(3)
     one = mixed(5, rank=1, epoch=2, mixup_alpha=1.0)
     before = torch.get_rng_state()

@@ -180,7 +180,7 @@ def make_renamed(root: Path) -> Path:
     return root
 
 
-def test_E3_E6_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
     torch.save({"state_dict": {"conv1.weight": torch.zeros(100, 100)}}, tmp_path / "foreign.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "foreign.ckpt").read_bytes()[:1000])
     (tmp_path / "empty.ckpt").write_bytes(b"")
@@ -193,7 +193,7 @@ def test_E3_E6_damaged_and_foreign_checkpoints(refused: Callable[..., str], tmp_
     assert refused("--ckpt_path", "cut.ckpt").endswith("The newest whole checkpoint beside it is ours.ckpt.")
 
 
-def test_E8_last_or_best_without_any(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_last_or_best_without_any(refused: Callable[..., str], tmp_path: Path) -> None:
     for name in ("last", "best"):
         assert refused("--ckpt_path", name).startswith(
             f"--ckpt_path {name}: there is no checkpoint below runs. Leave the flag out"

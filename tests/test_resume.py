@@ -85,7 +85,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_E1_E2_E10_interrupted_at_every_boundary(
+def test_interrupted_at_every_boundary(
     module: str,
     data: Path,
     uninterrupted: dict[str, Any],
@@ -221,9 +221,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("whole", ["project.fit", "project.fit_raw"])
-def test_A10_E1_E9_K3_K4_K5_ends_and_exact_resume_on_two_ranks(
-    whole: str, data: Path, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ends_and_exact_resume_on_two_ranks(whole: str, data: Path, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     """SIGTERM to the launcher, SIGINT to one rank, SIGKILL of one: codes, last lines, no process left, and then the same bits."""
     out = tmp_path / "out"
     arguments = [*RUN, *LONG, "--data.root", data, "--trainer.default_root_dir", out, "--data.num_workers", 1]

@@ -50,7 +50,7 @@ print(len(seen), left, len(list(path.parent.iterdir())))
 
 
 @pytest.mark.slow
-def test_E3_a_writer_that_is_killed_or_meets_a_full_disk_leaves_the_file_whole(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_or_meets_a_full_disk_leaves_the_file_whole(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / "last.ckpt")]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=REPOSITORY, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_E3_a_writer_that_is_killed_or_meets_a_full_disk_leaves_the_file_whole(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["project.fit", "project.fit_raw"])
-def test_E3_a_full_disk_ends_the_run_with_the_path(module: str, make_data: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_the_path(module: str, make_data: Callable[..., Path], tmp_path: Path) -> None:
     arguments = [*SMALL, "--config", "configs/digits.yaml", "--data.root", make_data(train=24, val=6), "--max_epochs", "2"]
     arguments += ["--data.global_batch_size", "8", "--data.num_workers", "0", "--trainer.default_root_dir", tmp_path / "out"]
     done = subprocess.run(
@@ -83,7 +83,7 @@ def test_E3_a_full_disk_ends_the_run_with_the_path(module: str, make_data: Calla
 
 
 @pytest.mark.slow
-def test_K6_lightnings_requeue_under_slurm(make_data: Callable[..., Path], tmp_path: Path) -> None:
+def test_lightnings_requeue_under_slurm(make_data: Callable[..., Path], tmp_path: Path) -> None:
     """SIGUSR1 saves and asks for a requeue; SIGTERM then ends as everywhere."""
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"

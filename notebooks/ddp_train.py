@@ -1,4 +1,4 @@
-"""A DDP training as a beginner writes it, with the guard's two lines: `torchrun --nproc-per-node 2 tests/ddp_train.py`.
+"""A DDP training as a beginner writes it, with the guard's two lines: `torchrun --nproc-per-node 2 notebooks/ddp_train.py`.
 
 On ranks without a GPU. The guard's tests change one line of this text at a time, as a person would have typed it.
 """
@@ -7,11 +7,10 @@ import os
 
 import torch
 import torch.distributed as dist
+from project.guard import ReplicaGuard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from project.guard import ReplicaGuard
 
 EPOCHS = int(os.environ.get("EPOCHS", "3"))
 BATCH = 4

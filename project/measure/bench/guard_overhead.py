@@ -1,6 +1,7 @@
-"""What the guard costs, on ranks without a GPU: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.guard_overhead`.
+"""What the guard costs on ranks without a GPU: `torchrun --nproc-per-node 2 -m project.measure.bench.guard_overhead`.
 
-Steps of ResNet-50 with the guard's hooks and calls, and without them, in turn, so that a change of the machine's load meets both.
+With OMP_NUM_THREADS=1: steps of ResNet-50 with the guard's hooks and calls, and without them, in turn, so that both meet each
+change of the machine's load.
 The guard's own time in the training thread is taken as well, since on a busy machine the two medians differ by chance alone; of a
 step that compares it has a figure of its own, with the hooks of the gradients that are there in such steps only.
 """
