@@ -27,13 +27,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="Write runs, records and report here; by default comparisons/0, 1, 2 ...")
-    parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records; run nothing.")
-    parser.add_argument("--inject", metavar="FAULT", help="Break this in the raw run, or, with `all`, one thing after the other.")
+    parser.add_argument("--out", type=Path, help="Write everything to this new folder. Default: comparisons/0, 1, 2 ...")
+    parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records. Nothing is run.")
+    parser.add_argument("--inject", metavar="FAULT", help="Break one thing in the raw trainer. `all` breaks each in turn.")
     parser.add_argument("--matrix", nargs="?", const="all", metavar="ROW", help="Compare in many configurations, or in this one.")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="End a training after this many seconds.")
     parser.add_argument(
-        "--noise", action="store_true", help="Run the raw trainer twice, and let both differ by what its own runs differ."
+        "--noise",
+        action="store_true",
+        help="Run the raw trainer twice. What its own two runs differ by is allowed between the trainers.",
     )
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)

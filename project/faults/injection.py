@@ -27,13 +27,13 @@ class Detection:
     """What the comparison said of a raw run.
 
     Attributes:
-        name: Of the fault, or of the control.
+        name: Name of the fault, or of the control.
         phase: Where the first difference must be; empty for a control, which must have none.
         step: In or after which optimizer step it must be.
         found_phase: Where it was; empty where the runs are equivalent.
         found_step: Its step.
         detail: The first difference in words, or why nothing can be said.
-        seconds: Of the raw run.
+        seconds: Wall time of the raw run.
     """
 
     name: str
@@ -70,9 +70,9 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
     """Run faults by name (`all`: each of them) and print the table of detection.
 
     Args:
-        names: Of faults.
-        out_dir: For the runs and detection.json.
-        flags: For all trainings, after those of the fault's configuration.
+        names: Names of faults.
+        out_dir: Folder for the runs and detection.json.
+        flags: More flags for all trainings; they follow those of the fault's configuration.
         timeout: Seconds that each training may take.
 
     Returns:

@@ -38,8 +38,8 @@ def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, nam
 
     Args:
         command: How it is started.
-        arguments: As a user gives them; where to write is added.
-        folder: For its run folder, record and output.txt; made here.
+        arguments: The trainer's flags, as a user gives them. Where to write is added.
+        folder: New folder for the run folder, record and output.txt.
         name: How to call it.
         timeout: Seconds after which it is ended.
         env: More environment variables.
