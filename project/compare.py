@@ -12,7 +12,9 @@ Exit code 0: equivalent; 1: not; 2: could not tell.
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from project.runtime.command import Parser, end_by_exception
 from project.runtime.errors import UserError
@@ -52,6 +54,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, others
 
 
+def injection() -> ModuleType:
+    """What breaks the raw trainer on purpose.
+
+    Raises:
+        UserError: this is an installed package, which leaves the faults out.
+    """
+    try:
+        return import_module("project.faults.injection")
+    except ModuleNotFoundError as error:
+        if error.name != "project.faults":
+            raise
+        raise UserError("--inject needs the source checkout: the installed package leaves the faults out.") from error
+
+
 def main() -> int:
     end_by_exception()
     own, others = parse(sys.argv[1:])
@@ -70,13 +86,9 @@ def main() -> int:
 
         return run_matrix(choose(own.matrix), out, others, timeout=own.timeout, keep=own.keep)
     if own.inject == "all":
-        from project.faults.injection import inject
-
-        return inject(["all"], out, others, timeout=own.timeout)
+        return injection().inject(["all"], out, others, timeout=own.timeout)
     if own.inject is not None:
-        from project.faults.injection import broken_request
-
-        outcome = compare_trainers(broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
+        outcome = compare_trainers(injection().broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
     elif own.runs:
         outcome = compare_folders(*own.runs)
     else:

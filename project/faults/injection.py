@@ -5,7 +5,6 @@ Then each broken raw run is compared with the Lightning run. The comparison gets
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from project.parity.small_training import small_digits
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
 from project.record.format import TENSORS
 from project.runtime.files import write_text
+from project.runtime.process import python_module
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Detection:
 
 def command(fault: Fault) -> tuple[str, ...]:
     """How a raw trainer with this fault is started."""
-    return (sys.executable, "-m", "project.faults.catalogue", fault.name)
+    return (*python_module("project.faults.catalogue"), fault.name)
 
 
 def settings(fault: Fault, root: Path, flags: Sequence[str]) -> tuple[str, ...]:
