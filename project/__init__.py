@@ -28,3 +28,5 @@ settings/     the YAML's settings, the command line, the arithmetic of batches
 runtime/      this process and its machine: ends, files, devices
 guard/        watches that ranks stay replicas: one file for anyone's script, nothing of ours
 """
+
+__version__ = "0.1.0"

@@ -12,7 +12,9 @@ Exit code 0: equivalent; 1: not; 2: could not tell.
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from project.runtime.command import Parser, end_by_exception
 from project.runtime.errors import UserError
@@ -27,13 +29,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="Write runs, records and report here; by default comparisons/0, 1, 2 ...")
-    parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records; run nothing.")
-    parser.add_argument("--inject", metavar="FAULT", help="Break this in the raw run, or, with `all`, one thing after the other.")
+    parser.add_argument("--out", type=Path, help="Write everything to this new folder. Default: comparisons/0, 1, 2 ...")
+    parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records. Nothing is run.")
+    parser.add_argument("--inject", metavar="FAULT", help="Break one thing in the raw trainer. `all` breaks each in turn.")
     parser.add_argument("--matrix", nargs="?", const="all", metavar="ROW", help="Compare in many configurations, or in this one.")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that each training may take.")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="End a training after this many seconds.")
     parser.add_argument(
-        "--noise", action="store_true", help="Run the raw trainer twice, and let both differ by what its own runs differ."
+        "--noise",
+        action="store_true",
+        help="Run the raw trainer twice. What its own two runs differ by is allowed between the trainers.",
     )
     parser.add_argument("--keep", action="store_true", help="Keep checkpoints and tensors of an equivalent comparison.")
     own, others = parser.parse_known_args(arguments)
@@ -48,6 +52,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} ask for different things: give one of them.")
     return own, others
+
+
+def injection() -> ModuleType:
+    """What breaks the raw trainer on purpose.
+
+    Raises:
+        UserError: this is an installed package, which leaves the faults out.
+    """
+    try:
+        return import_module("project.faults.injection")
+    except ModuleNotFoundError as error:
+        if error.name != "project.faults":
+            raise
+        raise UserError("--inject needs the source checkout: the installed package leaves the faults out.") from error
 
 
 def main() -> int:
@@ -68,13 +86,9 @@ def main() -> int:
 
         return run_matrix(choose(own.matrix), out, others, timeout=own.timeout, keep=own.keep)
     if own.inject == "all":
-        from project.faults.injection import inject
-
-        return inject(["all"], out, others, timeout=own.timeout)
+        return injection().inject(["all"], out, others, timeout=own.timeout)
     if own.inject is not None:
-        from project.faults.injection import broken_request
-
-        outcome = compare_trainers(broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
+        outcome = compare_trainers(injection().broken_request(own.inject, out, others, timeout=own.timeout, keep=own.keep))
     elif own.runs:
         outcome = compare_folders(*own.runs)
     else:

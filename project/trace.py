@@ -40,10 +40,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=5, help="Steps to trace; the training takes about twice as many, and 4.")
-    parser.add_argument("--impl", choices=("lightning", "raw"), default="lightning", help="Which trainer.")
-    parser.add_argument("--out", type=Path, help="Write here; by default traces/0, 1, 2 ...")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds that the training may take.")
+    parser.add_argument("--steps", type=int, default=5, help="Trace this many steps. The training takes about twice as many.")
+    parser.add_argument("--impl", choices=("lightning", "raw"), default="lightning", help="Trace this trainer.")
+    parser.add_argument("--out", type=Path, help="Write to this new folder. Default: traces/0, 1, 2 ...")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="End the training after this many seconds.")
     own, others = parser.parse_known_args(arguments)
     if not 1 <= own.steps <= 100:
         raise UserError(f"--steps {own.steps}: give 1 to 100; each step is some megabytes of trace.")

@@ -23,7 +23,7 @@ def image_changes(record: dict[str, Any], splits: Splits) -> dict[str, str]:
     """Of each part whose images are others than when a checkpoint was written, how they differ, in numbers.
 
     Args:
-        record: Of the checkpoint; one of earlier versions has the number of training images alone.
+        record: The checkpoint's record. One of an earlier version has the number of training images alone.
         splits: The images of this run.
     """
     then = record.get("images") or {"train": {"count": record["samples"]}}

@@ -22,9 +22,9 @@ class Settings:
 
     Attributes:
         src: Absolute path of the folder with the original images or archives.
-        short_side: Of a training image at most.
-        quality: Of JPEG files that are written.
-        val_short_side: Of a validation image at most; None leaves validation files unchanged.
+        short_side: Largest short side of a training image, in pixels.
+        quality: JPEG quality of the files that are written.
+        val_short_side: Largest short side of a validation image, in pixels. None leaves validation files unchanged.
     """
 
     src: str

@@ -28,7 +28,7 @@ class Mixing:
             target: int64 [n].
             epoch: From 0.
             batch: Number of the batch in its epoch on this rank, from 0.
-            rank: Of this process.
+            rank: Rank of this process.
         """
         if not self.choices:
             return images, target

@@ -5,7 +5,6 @@ Then each broken raw run is compared with the Lightning run. The comparison gets
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from project.parity.small_training import small_digits
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
 from project.record.format import TENSORS
 from project.runtime.files import write_text
+from project.runtime.process import python_module
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Detection:
     """What the comparison said of a raw run.
 
     Attributes:
-        name: Of the fault, or of the control.
+        name: Name of the fault, or of the control.
         phase: Where the first difference must be; empty for a control, which must have none.
         step: In or after which optimizer step it must be.
         found_phase: Where it was; empty where the runs are equivalent.
         found_step: Its step.
         detail: The first difference in words, or why nothing can be said.
-        seconds: Of the raw run.
+        seconds: Wall time of the raw run.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Detection:
 
 def command(fault: Fault) -> tuple[str, ...]:
     """How a raw trainer with this fault is started."""
-    return (sys.executable, "-m", "project.faults.catalogue", fault.name)
+    return (*python_module("project.faults.catalogue"), fault.name)
 
 
 def settings(fault: Fault, root: Path, flags: Sequence[str]) -> tuple[str, ...]:
@@ -70,9 +70,9 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
     """Run faults by name (`all`: each of them) and print the table of detection.
 
     Args:
-        names: Of faults.
-        out_dir: For the runs and detection.json.
-        flags: For all trainings, after those of the fault's configuration.
+        names: Names of faults.
+        out_dir: Folder for the runs and detection.json.
+        flags: More flags for all trainings; they follow those of the fault's configuration.
         timeout: Seconds that each training may take.
 
     Returns:

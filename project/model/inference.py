@@ -42,7 +42,7 @@ def load_trained(*, ckpt_path: str | None, weights: str | None, ema: bool = Fals
     Args:
         ckpt_path: A checkpoint.
         weights: Or a state dict.
-        ema: Of a checkpoint, take the moving average in place of the live weights.
+        ema: Take the moving average in place of the live weights, from a checkpoint that has one.
 
     Raises:
         UserError: neither or both were named, or the file cannot be used.

@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, config: ModelConfig, *, fused: bool = True
     Args:
         model: Its parameters are updated.
         config: The recipe.
-        fused: As `may_fuse` says.
+        fused: Use torch's fused kernel; `may_fuse` says where it exists.
     """
     groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in decay_groups(model, config).values()]
     if config.optimizer == "adamw":

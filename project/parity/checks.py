@@ -15,7 +15,7 @@ def compare_runs(a: Run, b: Run, *, alike: bool = True, noise: Noise | None = No
         a: One run.
         b: The other.
         alike: Both must have had the same environment and settings; else a difference there is noted only.
-        noise: Of a device that does not repeat its own bits; None asks for equality.
+        noise: Measured noise of a device that does not repeat its own bits. None asks for equality.
 
     Raises:
         CannotTell: a record is empty or broken, or they cannot be laid side by side.

@@ -28,7 +28,7 @@ class Request:
 
     Attributes:
         out: Folder for everything that is written; empty, or not there yet.
-        arguments: For both trainers, as a user gives them.
+        arguments: Both trainers' flags, as a user gives them.
         timeout: Seconds that each training may take.
         raw: How the raw trainer is started; something else breaks it on purpose.
         keep: Leave checkpoints and tensors of an equivalent comparison where they are.
@@ -55,7 +55,7 @@ class Stage:
         title: What both did.
         seconds: Wall time of the two runs, as recorded.
         first: Where they begin to differ; None where they are equal.
-        sizes: Of the tensors at the first difference, where they were measured.
+        sizes: Sizes of the differences of tensors, where they were measured.
         remark: What measuring showed besides.
         noise: The floor that was measured; None where equality was asked.
     """

@@ -67,9 +67,9 @@ class Row:
     """A configuration.
 
     Attributes:
-        name: Of SETTINGS, joined by plus signs.
-        seed: Of its own, so that all rows together show that no seed raises a false alarm.
-        images: Of a step, over all ranks and accumulated batches.
+        name: Names of SETTINGS, joined by plus signs.
+        seed: The row's own seed, so that all rows together show that no seed raises a false alarm.
+        images: Images per step, over all ranks and accumulated batches.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Result:
     """What the comparison said of a row.
 
     Attributes:
-        steps: Of both stages: from the start, and from the other's checkpoint.
+        steps: Steps of both stages: from the start, and from the other's checkpoint.
         compared: Tensors, numbers and samples.
         result: equivalent, DIFFERS or CANNOT TELL.
         where: The first difference, of which the row's report.html says more, or why nothing can be said; else empty.
@@ -164,8 +164,8 @@ def run_matrix(
 
     Args:
         chosen: Rows of the matrix.
-        out_dir: For the tables, and a folder of each row.
-        flags: For all trainings, after those of the row.
+        out_dir: Folder for the tables, and for a folder of each row.
+        flags: More flags for all trainings; they follow those of the row.
         timeout: Seconds that each training may take.
         keep: Leave checkpoints and tensors of equivalent rows where they are.
         raw: How the raw trainer is started.

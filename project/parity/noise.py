@@ -64,7 +64,7 @@ class Noise:
     """A measured floor.
 
     Attributes:
-        floors: Of each part: times in order, and the largest relative difference up to each.
+        floors: For each part, times in order with the largest relative difference up to each.
         until: The time from which nothing is judged; infinite where the floor stays below LIMIT.
         steps: Optimizer steps before that.
     """

@@ -129,7 +129,7 @@ class SamplePicture:
     """Each dot is one sample, drawn at the step that used it; its colour is its rank.
 
     Attributes:
-        ranks: For each rank an SVG path of dots, of what both runs gave it.
+        ranks: SVG path of dots for each rank: the samples that both runs gave it.
         only_a, only_b: Dots of what only one of the runs gave that rank at that step.
         steps: How many steps are drawn, and of how many.
         same: Both runs gave every rank the same samples, in the same order, at every step.

@@ -58,7 +58,7 @@ class Finding:
         step: Optimizer step of the first difference, from 0; None where it has none.
         rank: Rank of the first difference; None where it concerns all.
         side: "a", "b" where one run breaks its own promise; "" where two runs differ.
-        time: Of the first difference, in steps, with fractions for what comes after a step; see `Run.timed`.
+        time: Time of the first difference, in steps. What comes after a step has a fraction; see `Run.timed`.
         noted: It is worth knowing, and no part of the verdict.
         within_noise: It passed, and not to the bit.
     """

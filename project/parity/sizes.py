@@ -22,7 +22,7 @@ class Size:
 
     Attributes:
         part: What it is part of: PARTS, or "checkpoint".
-        name: Of the tensor.
+        name: The tensor's name.
         rank: On which it differs first.
         tensors: How many tensors of this part and rank differ, and of how many.
         elements: How many elements of this tensor differ, and of how many.

@@ -1,17 +1,17 @@
 """Start a trainer as a user would, in a clean process of its own, and read what it left behind."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from project.parity.recorded_run import CannotTell, Run, load_run
+from project.runtime.process import python_module
 from project.runtime.run_folder import newest_checkpoint
 from project.subprocesses.clean_process import last_lines, run_to_end
 
-LIGHTNING = (sys.executable, "-m", "project.fit")
-RAW = (sys.executable, "-m", "project.fit_raw")
+LIGHTNING = python_module("project.fit")
+RAW = python_module("project.fit_raw")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def train(command: Sequence[str], arguments: Sequence[str], folder: Path, *, nam
 
     Args:
         command: How it is started.
-        arguments: As a user gives them; where to write is added.
-        folder: For its run folder, record and output.txt; made here.
+        arguments: The trainer's flags, as a user gives them. Where to write is added.
+        folder: New folder for the run folder, record and output.txt.
         name: How to call it.
         timeout: Seconds after which it is ended.
         env: More environment variables.

@@ -29,7 +29,7 @@ class Interrupted(BaseException):
     """The training has stopped after a checkpoint, because of a signal. No Exception: nothing has failed.
 
     Attributes:
-        number: Of the signal.
+        number: Signal number.
     """
 
     def __init__(self, number: int) -> None:

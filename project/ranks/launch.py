@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from project.runtime.errors import UserError
-from project.runtime.process import ALIVE, ERROR_FILE, GRACE_S, SIGNALS, TWICE_S
+from project.runtime.process import ALIVE, ERROR_FILE, GRACE_S, SIGNALS, TWICE_S, python_module
 
 _SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30
 _ORDERLY = {128 + number for number in SIGNALS}  # exit codes of ranks that a signal has stopped, after a checkpoint
@@ -47,7 +47,7 @@ def _check_port() -> None:
 
 
 def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, threads: int) -> int:
-    """Run `python -m module arguments` as `ranks` processes; the exit code of the first to fail, 128 + n after signal n.
+    """Run a module as `ranks` processes; the exit code of the first to fail, 128 + n after signal n.
 
     With several nodes NODE_RANK, MASTER_ADDR and MASTER_PORT must be set, and this is called on each.
     """
@@ -78,7 +78,7 @@ def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, thr
                 }
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", module, *arguments],
+                        [*python_module(module), *arguments],
                         env={**environment, **own},
                         pass_fds=[read_end] if os.name == "posix" else [],
                         start_new_session=True,

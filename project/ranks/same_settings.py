@@ -17,7 +17,7 @@ def shared_settings(trainer: Any, model: ModelConfig, data: DataConfig, *, seed:
         trainer: With Lightning's names as attributes.
         model: Its recipe.
         data: Its recipe.
-        seed: Of weights, order and augmentation.
+        seed: Seed of weights, order and augmentation.
     """
     found = {f"--trainer.{name}": getattr(trainer, name) for name in _TRAINER}
     found |= {f"--model.{name}": value for name, value in asdict(model).items()}
@@ -30,7 +30,7 @@ def check_alike(found: list[dict[str, Any]]) -> None:
     """All ranks train with the same settings.
 
     Args:
-        found: Of each rank, in their order.
+        found: Settings of each rank, in the order of ranks.
 
     Raises:
         UserError: they do not; it names the flags, the values, and which ranks have them.

@@ -59,7 +59,7 @@ class StateCheck:
     """Looks at a training's state before it is validated or saved, and at its end.
 
     Attributes:
-        watch: Of this rank's losses.
+        watch: Watches this rank's losses.
         good: The optimizer step after which all was finite last; None before the first look.
     """
 

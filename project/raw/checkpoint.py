@@ -23,10 +23,10 @@ class Place:
 
     Attributes:
         epoch: The running epoch, from 0.
-        batches: Of it, those that this rank has trained on.
+        batches: Batches of this epoch that this rank has trained on.
         step: Optimizer steps since the first epoch.
         complete: Nothing of the epoch is left: all batches trained, its validation done or not due.
-        metrics: Of the newest validation.
+        metrics: Metrics of the newest validation.
         best: Path and top-1 of the best checkpoint so far; empty without one.
     """
 

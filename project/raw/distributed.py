@@ -55,7 +55,7 @@ def find_rank(accelerator: str, gpus: list[int]) -> Ranks:
 
 @contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    """Within the block the ranks can talk to each other; left on every way out, so that none waits for the gone."""
+    """The process group of a block. Every way out leaves it, so that no rank waits for one that has ended."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)  # before NCCL, which otherwise puts all ranks on the first GPU
     if ranks.world_size == 1:

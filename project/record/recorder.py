@@ -103,7 +103,7 @@ class Recorder:
             model: The network itself, not its DDP wrapper.
             criterion: Its loss, called as a module.
             optimizer: torch's own, which updates the network's parameters.
-            loader: Of the training images.
+            loader: Loader of the training images.
             step: Optimizer steps already taken.
             settings: What the run was asked for, in plain values.
         """

@@ -104,7 +104,7 @@ def tune(device_type: str, *, deterministic: bool, benchmark: bool | None) -> li
 
     Args:
         device_type: cuda, cpu or mps.
-        deterministic: As trainer.deterministic; then neither is on.
+        deterministic: Value of `trainer.deterministic`; True switches neither on.
         benchmark: trainer.benchmark; null lets cuDNN try.
 
     Returns:

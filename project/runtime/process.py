@@ -96,6 +96,11 @@ def ends_with_this(environment: dict[str, str]) -> dict[str, Any]:
     return {"env": {**environment, PARENT: str(_lifeline())}, "pass_fds": [_lifeline()], "start_new_session": True}
 
 
+def python_module(module: str) -> tuple[str, ...]:
+    """The start of a command line that runs a module of ours, also where the current folder holds another `project`."""
+    return (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"), "-m", module)
+
+
 def _end_with(descriptor: int) -> None:
     """End this process when the one that holds the other end of a pipe has ended, however it did."""
 

@@ -40,30 +40,29 @@ class ModelConfig:
 
     Args:
         arch: One of torchvision's ResNets.
-        num_classes: Size of the last layer; null takes the number of classes in the data.
-        weights: Start from this file (.pt, .pth, .safetensors: a torchvision or timm state dict; .ckpt: one of ours).
+        num_classes: Number of outputs. `null` takes the number of classes in the data.
+        weights: File with initial weights: a state dict of torchvision or timm (.pt, .pth, .safetensors), or a .ckpt of ours.
         zero_init_residual: Start each residual block as the identity (arXiv:1706.02677, section 5.1).
-        optimizer: torch's SGD, or AdamW with its own betas.
+        optimizer: torch's SGD, or AdamW with torch's default betas.
         lr: Peak learning rate, for data.global_batch_size images per step.
         momentum: SGD's momentum.
-        nesterov: SGD with Nesterov's momentum.
-        weight_decay: An L2 penalty in SGD, decoupled in AdamW (arXiv:1711.05101).
-        norm_weight_decay: That of normalisation layers; null for weight_decay.
-        bias_weight_decay: That of the biases of other layers; null for weight_decay.
+        nesterov: Use Nesterov's momentum in SGD.
+        weight_decay: Weight decay: an L2 penalty in SGD, decoupled in AdamW (arXiv:1711.05101).
+        norm_weight_decay: Weight decay of normalisation layers. `null` takes weight_decay.
+        bias_weight_decay: Weight decay of the biases of all other layers. `null` takes weight_decay.
         label_smoothing: Share of the target spread over all classes (arXiv:1512.00567).
         schedule: Shape of the learning rate after warm-up.
-        interval: The rate changes at each step, or at the start of each epoch.
-        end_lr: Where cosine and linear end: the rate after the last step.
-        warmup_epochs: Epochs of linear warm-up; fractions are allowed.
-        warmup_start: Share of the peak at which warm-up begins.
-        step_epochs: With schedule step, the epochs between two drops.
-        step_gamma: With schedule step, the factor of each drop.
-        ema_decay: Keep a moving average of weights and buffers, which this share of the old one enters at each update, and
-            evaluate it beside the model; null for none.
-        ema_every: Optimizer steps from one update of the average to the next. Until warm-up ends an update copies.
-        channels_last: Store images and activations as [n, h, w, c], which most convolutions are faster in; null for what
-            the hardware is fast in.
-        compile: Compile the network with torch.compile; checkpoints are the same as without.
+        interval: Change the learning rate at each step, or at the start of each epoch.
+        end_lr: Learning rate after the last step, for the schedules cosine and linear.
+        warmup_epochs: Epochs of linear warm-up. Fractions are allowed.
+        warmup_start: Learning rate at the start of warm-up, as a share of the peak.
+        step_epochs: Epochs between two drops of the learning rate, for the schedule step.
+        step_gamma: Factor of each drop, for the schedule step.
+        ema_decay: Decay of the moving average of weights and buffers: `average = decay * average + (1 - decay) * weights`.
+            The average is evaluated beside the model. `null` disables it.
+        ema_every: Optimizer steps between two updates of the average. Until warm-up ends, an update copies the weights.
+        channels_last: Store images and activations as [n, h, w, c]. `null` takes the layout that the hardware is fast in.
+        compile: Compile the network with torch.compile. Checkpoints are the same as without.
     """
 
     arch: Arch = "resnet50"
@@ -123,29 +122,29 @@ class DataConfig:
     """The images and how they become batches.
 
     Args:
-        root: Folder with train/<class>/ and val/<class>/ (or the Kaggle layout, or class folders alone, of which
-            val_fraction is held out); `digits` is the embedded data set.
+        root: Folder with train/<class>/ and val/<class>/, or in Kaggle's layout, or with class folders alone, of which
+            val_fraction is held out. `digits` is the embedded data set.
         global_batch_size: Images per optimizer step: ranks x per-rank batch x trainer.accumulate_grad_batches.
-        num_workers: Loader processes per rank; null takes the cores that this rank may use, less one, at most 16.
-        train_size: Height and width of training images, pixels.
-        start_size: Begin with images of this size, which then grow to train_size; null for one size throughout.
-        ramp_start: With start_size, the share of the epochs after which images begin to grow.
-        ramp_end: With start_size, the share of the epochs from which they have train_size.
-        size_multiple: With start_size, sizes in between are multiples of this, pixels.
-        val_resize: Short side to which validation images are resized, pixels.
-        val_size: Height and width of the centre crop for validation, pixels.
+        num_workers: Loader processes per rank. `null` takes the cores that a rank may use, less one, at most 16.
+        train_size: Height and width of training images, in pixels.
+        start_size: Size of the training images in the first epochs, in pixels; they grow to train_size. `null` keeps one size.
+        ramp_start: Share of the epochs after which images begin to grow, with start_size.
+        ramp_end: Share of the epochs after which images have train_size, with start_size.
+        size_multiple: Sizes between start_size and train_size are multiples of this, in pixels.
+        val_resize: Short side to which validation images are resized, in pixels.
+        val_size: Height and width of the centre crop for validation, in pixels.
         min_crop_area: Smallest share of the area that a random training crop keeps (arXiv:1409.4842).
         hflip: Probability of a horizontal flip in training.
-        trivial_augment: One random change of colour or shape per image (arXiv:2103.10158).
+        trivial_augment: Apply one random change of colour or shape to each training image (arXiv:2103.10158).
         random_erasing: Probability of replacing a rectangle by the mean colour (arXiv:1708.04896).
-        mixup_alpha: Blend each image with another of its rank's batch, by a share from Beta(alpha, alpha)
-            (arXiv:1710.09412); 0 for never.
-        cutmix_alpha: Paste a rectangle of another image of its rank's batch, of such a share (arXiv:1905.04899); 0 for
-            never. With both, each batch gets one of the two.
-        shuffle: A new order of the training images in each epoch.
+        mixup_alpha: Blend each image with another one of its rank's batch; the share is drawn from Beta(alpha, alpha)
+            (arXiv:1710.09412). 0 disables it.
+        cutmix_alpha: Paste a rectangle of another image of its rank's batch; its share is drawn from Beta(alpha, alpha)
+            (arXiv:1905.04899). 0 disables it. With both, each batch gets one of the two.
+        shuffle: Give the training images a new order in each epoch.
         drop_last: Leave out the last, incomplete training batch of an epoch.
-        val_fraction: With class folders alone, the share of images held out for validation; 1 evaluates all.
-        on_bad_image: An unreadable image ends the run, or is replaced by the next readable one and counted.
+        val_fraction: Share of the images held out for validation, with class folders alone. 1 evaluates all images.
+        on_bad_image: End the run at an unreadable image, or replace it by the next readable one and count it.
     """
 
     root: str | None = None
@@ -203,11 +202,11 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When last.ckpt is written besides the end of each epoch, and before a signal ends the run.
+    """When last.ckpt is written, besides the end of each epoch and the arrival of a signal.
 
     Args:
-        every_steps: After so many optimizer steps; 0 for never.
-        every_minutes: After the first step by which so many minutes have gone by since the last time; 0 for never.
+        every_steps: Write after this many optimizer steps. 0 disables it.
+        every_minutes: Write at the first step after this many minutes since the last checkpoint. 0 disables it.
     """
 
     every_steps: int = 0
@@ -224,8 +223,8 @@ class GuardConfig:
     """What watches that the ranks of a training stay replicas (project/guard).
 
     Args:
-        every: Steps between two comparisons of weights and optimizer state; 0 switches the guard off.
-        timeout: Seconds that a rank may wait for another one before the run ends; at most 0.8 of the process group's timeout.
+        every: Steps between two comparisons of weights and optimizer state. 0 disables the guard.
+        timeout: Seconds that a rank may wait for another one before the run ends. At most 0.8 of the process group's timeout.
     """
 
     every: int = 100

@@ -45,7 +45,7 @@ class Part:
     """Training or validation images.
 
     Attributes:
-        name: Of its folder, `train` or `val`; empty for class folders alone.
+        name: Name of its folder, `train` or `val`. Empty for class folders alone.
         where: The folder or archive.
         classes: In sorted order.
         items: All of its images, class by class or as they lie in the archive.

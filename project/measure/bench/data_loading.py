@@ -62,11 +62,11 @@ def bench_data(root: str, *, images: int, rounds: int, short_side: int, quality:
     """Each contestant loads the same images, once in each round.
 
     Args:
-        root: As `data.root`.
-        images: Of the training set, at most; evenly spread over it.
+        root: Folder of images, as for `data.root`.
+        images: Use at most this many training images, evenly spread over the set.
         rounds: That count; one before them warms the page cache.
-        short_side: Of the prepared folder's images, pixels.
-        quality: Of its JPEG files.
+        short_side: Short side of the prepared folder's images, in pixels.
+        quality: JPEG quality of the prepared files.
     """
     torch.set_num_threads(1)
     train = load_splits(DataConfig(root=root)).train

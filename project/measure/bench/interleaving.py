@@ -5,7 +5,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 
 from project.measure.bench.paced_training import ADDRESS
 from project.runtime.errors import UserError
-from project.runtime.process import ends_with_this
+from project.runtime.process import ends_with_this, python_module
 from project.subprocesses.clean_process import clean_environment
 
 START_S = 600.0  # for a contestant, to its first step; torch.compile takes most of it
@@ -75,7 +74,7 @@ class Turns:
         what = {**contestant.what, "ranks": contestant.ranks, "name": name, "port": port, "token": self.token}
         with self._output(name).open("wb") as output:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "project.measure.bench.contestant", *contestant.arguments],
+                [*python_module("project.measure.bench.contestant"), *contestant.arguments],
                 **ends_with_this(clean_environment(**contestant.environment, **{ADDRESS: json.dumps(what)})),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

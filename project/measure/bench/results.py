@@ -35,12 +35,12 @@ class Results:
 
     Attributes:
         title: What was measured.
-        machine: As `machine.describe` says.
-        unit: Of the samples.
-        samples: For the chart and the JSON: the values of each contestant, one for each round.
-        tables: For the terminal.
+        machine: The machine, as `machine.describe` describes it.
+        unit: Unit of the samples.
+        samples: Values of each contestant, one for each round, for the chart and the JSON.
+        tables: Tables for the terminal.
         notes: Lines below them.
-        values: For the JSON: whatever else was measured.
+        values: Whatever else was measured, for the JSON.
     """
 
     title: str

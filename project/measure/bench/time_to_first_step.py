@@ -12,7 +12,7 @@ from project.measure.bench.machine import describe
 from project.measure.bench.results import Results, Table, median, ratio
 from project.measure.bench.staged_start import STAMPS
 from project.runtime.errors import UserError
-from project.runtime.process import ends_with_this
+from project.runtime.process import ends_with_this, python_module
 from project.runtime.progress import Bar
 from project.subprocesses.clean_process import clean_environment
 
@@ -79,7 +79,7 @@ def _until_first_step(command: str, devices: int) -> dict[str, float]:
         began = time.time()
         with output.open("wb") as file:
             code = subprocess.run(
-                [sys.executable, "-m", "project.measure.bench.staged_start", command, *flags],
+                [*python_module("project.measure.bench.staged_start"), command, *flags],
                 **ends_with_this(clean_environment(**{STAMPS: str(stamps)})),
                 stdin=subprocess.DEVNULL,
                 stdout=file,

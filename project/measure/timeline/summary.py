@@ -51,8 +51,8 @@ class Summary:
     """All lengths in milliseconds, all of them medians over the steps that were traced.
 
     Attributes:
-        parts: For each rank its PARTS.
-        step: For each rank a whole step. Medians need not add up; the parts of each single step do.
+        parts: PARTS of each rank.
+        step: A whole step of each rank. Medians need not add up; the parts of each single step do.
         communication: For each rank `hidden`, `exposed`, and of the exposed `late`.
         bytes: Reduced per step and rank.
         buckets: Parameters and bytes of each, and medians over steps and ranks.
@@ -60,8 +60,8 @@ class Summary:
         slowest_in: In how many.
         behind: By how much it was behind the first rank to be ready.
         finding: What to change, by RULE.
-        overhead: Of the slowest rank: steps `profiled` and `unprofiled`, what share the profiler adds, the number of the
-            `others` around the traced steps, and the `least` and `most` that these took.
+        overhead: Cost of tracing on the slowest rank: steps `profiled` and `unprofiled`, what share the profiler adds, the
+            number of the `others` around the traced steps, and the `least` and `most` that these took.
         clocks: For each rank the offset of its clock from rank 0's in microseconds, its error, and what was taken off.
         resolution_us: A span that holds nothing, as the profiler records it: nothing shorter can be seen.
         profiler_clock_us: How far the profiler's and the host's clock may be apart, at most over the ranks.

@@ -1,11 +1,11 @@
 """Run a trainer as a user would, in a clean process, with a tracer on each rank."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from project.measure.timeline.rank_tracer import Plan
 from project.runtime.errors import UserError
+from project.runtime.process import python_module
 from project.settings.arguments import flag_value
 from project.subprocesses.clean_process import last_lines, run_to_end
 
@@ -31,11 +31,11 @@ def trace_training(impl: str, arguments: Sequence[str], folder: Path, *, steps: 
     quiet = [word for flag in QUIET.items() for word in flag]
     given = [*arguments, *quiet, "--trainer.max_steps", str(Plan(steps).total), "--trainer.default_root_dir", str(folder)]
     if impl == "raw":
-        command = [sys.executable, "-m", "project.measure.timeline.traced_raw", ranks, str(steps), *given]
+        command = [*python_module("project.measure.timeline.traced_raw"), ranks, str(steps), *given]
     else:
         callback = ["--trainer.callbacks+=project.measure.timeline.traced_lit.Tracing"]
         callback += ["--trainer.callbacks.folder", ranks, "--trainer.callbacks.steps", str(steps)]
-        command = [sys.executable, "-m", "project.fit", *given, *callback]
+        command = [*python_module("project.fit"), *given, *callback]
     devices = flag_value(list(arguments), "--devices") or flag_value(list(arguments), "--trainer.devices") or "its own"
     number = f"{devices} device{'s' * (devices != '1')}"
     print(f"{Plan(steps).total} steps of the {impl} trainer on {number}, {steps} of them traced", flush=True)
