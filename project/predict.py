@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from project.model.inference import find_images, load_trained, predict
+from project.runtime.command import Parser
 from project.runtime.errors import BadImageError
 from project.runtime.files import prepare_place, write_text
 from project.runtime.process import run_command
@@ -24,9 +25,7 @@ _WIDE = 10_000
 
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m project.predict", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m project.predict", description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
