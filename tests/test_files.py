@@ -52,6 +52,14 @@ def test_file_and_name_are_flushed_unless_many_files_are_written(tmp_path: Path,
     assert len(flushed) == 2
 
 
+def test_a_pipe_behind_a_link_is_written_to_directly() -> None:
+    read, write = os.pipe()
+    write_text(Path(f"/dev/fd/{write}"), "text")
+    assert os.read(read, 10) == b"text"
+    os.close(read)
+    os.close(write)
+
+
 def test_an_unfinished_file_may_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "partials").mkdir()
     with replacing(tmp_path / "a", partials=tmp_path / "partials") as partial:

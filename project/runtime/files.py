@@ -28,10 +28,10 @@ def replacing(path: Path, *, flush: bool = True, partials: Path | None = None) -
         partials: Folder for the unfinished file, on the same file system; that of `path` if None. The name of an unfinished
             file begins with a dot and has no suffix, so that no pattern such as *.json finds it.
     """
-    if path.exists() and not path.is_file():
+    if not path.is_file() and path.exists():
         yield path
         return
-    target = Path(os.path.realpath(path))
+    target = _behind_link(path)
     partial = _new_name(target, partials or target.parent)
     partial.open("xb").close()
     try:
@@ -70,11 +70,15 @@ def making_folder(path: Path) -> Iterator[Path]:
 
 def remove_unfinished(path: Path) -> None:
     """Remove what writers of `path` that were killed have left beside it. No other process may be writing to it."""
-    target = Path(os.path.realpath(path))
+    target = _behind_link(path)
     start = _start_of_name(target)
     for other in target.parent.iterdir():
         if other.name.startswith(start) and _RANDOM.fullmatch(other.name.removeprefix(start)):
             other.unlink(missing_ok=True)
+
+
+def _behind_link(path: Path) -> Path:
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _start_of_name(target: Path) -> str:
