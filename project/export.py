@@ -1,6 +1,5 @@
 """Weights for other programs: `python -m project.export --ckpt_path CKPT --out resnet50.pt` (or .safetensors, .onnx)."""
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -8,6 +7,7 @@ from safetensors.torch import save_file
 
 from project.model.checkpoint_file import write_atomic
 from project.model.inference import Trained, load_trained
+from project.runtime.command import Parser
 from project.runtime.errors import UserError
 from project.runtime.files import prepare_place, replacing
 from project.runtime.plurals import count
@@ -35,7 +35,7 @@ def export_onnx(trained: Trained, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m project.export", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m project.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
     parser.add_argument("--ema", action="store_true", help="the moving average of the checkpoint's run")

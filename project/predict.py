@@ -10,23 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from project.model.inference import find_images, load_trained, predict
+from project.report.table import Column, print_table
+from project.runtime.command import Parser
 from project.runtime.errors import BadImageError
 from project.runtime.files import prepare_place, write_text
 from project.runtime.process import run_command
 
 _TOP = 5
-_WIDE = 10_000
 
 
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m project.predict", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m project.predict", description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--ckpt_path", help="a checkpoint of a run")
     parser.add_argument("--weights", help="or a state dict of torchvision or timm")
@@ -41,15 +37,14 @@ def main() -> int:
     trained = load_trained(ckpt_path=options.ckpt_path, weights=options.weights, ema=options.ema)
     paths = find_images(options.images)
 
-    table = Table("image", "class", "probability", box=None, pad_edge=False)
-    table.columns[2].justify = "right"
+    cells: list[tuple[str, str, str]] = []
     rows: list[dict[str, Any]] = []
     failed = []
     for path, result in predict(trained, paths, batch_size=options.batch_size):
         if isinstance(result, BadImageError):
             failed.append(str(result).splitlines()[0])
             rows.append({"image": path, "error": failed[-1]})
-            table.add_row(path, "cannot be read", "", end_section=True)
+            cells.append((path, "cannot be read", ""))
             continue
         top = result.topk(min(_TOP, len(result)))
         found = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -60,9 +55,8 @@ def main() -> int:
             }
         )
         for position, (i, probability) in enumerate(found):
-            table.add_row("" if position else path, trained.labels[i], f"{probability:.2%}", end_section=i == found[-1][0])
-    width = None if sys.stdout.isatty() else _WIDE  # else names would be cut off in a pipe
-    Console(highlight=False, markup=False, soft_wrap=width is not None, width=width).print(table)
+            cells.append(("" if position else path, trained.labels[i], f"{probability:.2%}"))
+    print_table((Column("image"), Column("class"), Column("probability", right=True)), cells)
     if options.json:
         write_text(options.json, json.dumps(rows, indent=1) + "\n")
     for error in failed:

@@ -42,7 +42,7 @@ def test_digits_are_made_once(cache: Path) -> None:
     made = (cache / "digits-1").stat().st_mtime_ns
     load_splits(DataConfig(root="digits"))
     assert (cache / "digits-1").stat().st_mtime_ns == made
-    assert not list(cache.glob("*.tmp"))
+    assert not list(cache.glob(".*"))
 
 
 def test_class_folders_are_sorted_and_foreign_files_counted(make_data: Make) -> None:

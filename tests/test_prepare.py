@@ -22,7 +22,7 @@ from scipy.io import savemat
 import project.prepare
 from project.data.decode import read_image
 from project.data.manifest import BEGUN, LOCK, PARTIAL, RECORD, Settings
-from project.data.preparing import images as prepare_module
+from project.data.preparing import resizing as prepare_module
 from project.data.preparing.archives import DEVKIT, SOLUTION, TRAIN, VAL, class_archives
 from project.data.preparing.making import Preparation, check_apart, check_folder, check_space, estimate
 from project.data.preparing.resizing import prepare_image, prepare_items, read_item

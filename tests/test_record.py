@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from project.data.loading import ResumableLoader, TrainBatchSampler
-from project.record.format import digest, distance, read_record, read_sketch, sketch
+from project.record.format import bits, digest, distance, read_record, read_sketch, sketch
 from project.record.recorder import Recorder, check_record_folder
 from project.runtime.errors import UserError
 
@@ -25,6 +25,13 @@ def test_equal_hashes_mean_equal_type_shape_and_bytes() -> None:
     assert digest(x.reshape(2, 3).t())["hash"] != digest(x.reshape(3, 2))["hash"]
     for odd in (torch.tensor(3), torch.zeros(0), torch.tensor([True, False]), torch.zeros(2, 0, 3)):
         assert digest(odd)["shape"] == list(odd.shape)
+
+
+def test_bits_tell_zeros_apart_and_nan_from_no_number() -> None:
+    for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        one = torch.tensor([0.0, float("nan"), 1.0]).to(kind)
+        assert (bits(one) == bits(torch.tensor([-0.0, float("nan"), 1.0]).to(kind))).tolist() == [False, True, True]
+    assert bits(torch.arange(6.0).reshape(2, 3).T).shape == (3, 2)
 
 
 def test_a_sketch_is_linear_and_estimates_the_size_of_a_difference() -> None:

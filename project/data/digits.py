@@ -9,12 +9,13 @@ import errno
 import getpass
 import gzip
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from project.runtime.files import making_folder
 
 _FILE = Path(__file__).with_name("digits.csv.gz")
 _PIXELS = 32  # height and width of the files, from 8 x 8 by bicubic interpolation
@@ -27,8 +28,7 @@ def render_digits(cache: Path) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=cache, prefix="digits-", suffix=".tmp"))
-    try:
+    with making_folder(folder) as partial:
         with gzip.open(_FILE) as file:
             rows = np.loadtxt(file, delimiter=",", dtype=np.uint8)
         for i, row in enumerate(rows):
@@ -37,14 +37,8 @@ def render_digits(cache: Path) -> Path:
             target.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray(pixels).resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
             image.save(target / f"{i:04d}.jpg", quality=95)
-        for path in (partial, *partial.rglob("*")):  # mkdtemp makes it private, and a umask may; a cache may be shared
+        for path in (partial, *partial.rglob("*")):  # a umask may make it private; a cache may be shared
             path.chmod(0o755 if path.is_dir() else 0o644)
-        os.rename(partial, folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was first
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

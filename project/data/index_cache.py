@@ -76,8 +76,8 @@ def load_index(folder: Path) -> ImageIndex:
     encoded = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
     try:
         (make_cache_folder() / "index").mkdir(exist_ok=True)
-        with replacing(cached) as partial:
-            np.savez(partial, meta=encoded, names=index.names, ends=index.ends, targets=index.targets)
+        with replacing(cached) as partial, partial.open("wb") as file:
+            np.savez(file, meta=encoded, names=index.names, ends=index.ends, targets=index.targets)
     except OSError as error:
         return replace(index, note=_cannot_write(cache_folder(), error))
     return index

@@ -18,8 +18,18 @@ from project.parity.recorded_run import CannotTell, Finding
 from project.parity.small_training import small_digits
 from project.parity.trainers import LIGHTNING, RAW, Trained, train
 from project.record.format import TENSORS
+from project.report.table import Column, head_line, row_line
 from project.runtime.files import write_text
 from project.runtime.process import python_module
+
+_COLUMNS = (
+    Column("fault", width=24),
+    Column("expected", width=24),
+    Column("found", width=24),
+    Column("s", right=True, width=4),
+    Column(width=5),  # the verdict
+    Column(),  # the detail
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ def inject(names: Sequence[str], out_dir: Path, flags: Sequence[str] = (), *, ti
     """
     faults = FAULTS if list(names) == ["all"] else tuple(find_fault(name) for name in names)
     found: list[Detection] = []
-    print(_row("fault", "expected", "found", "s", "", ""), flush=True)
+    print(head_line(_COLUMNS), flush=True)
     for detection in detect(faults, out_dir, flags, timeout=timeout):
         print(line(detection), flush=True)
         found.append(detection)
@@ -143,8 +153,5 @@ def line(detection: Detection) -> str:
         for phase, step in ((detection.phase, detection.step), (detection.found_phase, detection.found_step))
     )
     verdict = "ok" if detection.right else "WRONG"
-    return _row(detection.name, expected, found, f"{detection.seconds:.0f}", verdict, detection.detail.splitlines()[0])
-
-
-def _row(name: str, expected: str, found: str, seconds: str, verdict: str, detail: str) -> str:
-    return f"{name:<26}{expected:<26}{found:<26}{seconds:>4}  {verdict:<6}{detail}".rstrip()
+    cells = (detection.name, expected, found, f"{detection.seconds:.0f}", verdict, detection.detail.splitlines()[0])
+    return row_line(_COLUMNS, cells)

@@ -33,6 +33,7 @@ from project.runtime.errors import UserError
 from project.runtime.process import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
+    OneMessage,
     decide_seed,
     find_checkpoint,
     follow_hardware,
@@ -44,9 +45,8 @@ from project.settings.arguments import (
 from project.settings.config import CheckpointConfig, GuardConfig
 
 
-class Parser(LightningArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise UserError(shorten(message)) from ex
+class Parser(OneMessage, LightningArgumentParser):
+    """Lightning's, which LightningCLI needs."""
 
 
 class TrainCLI(LightningCLI):

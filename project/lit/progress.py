@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from project.lit.metrics import TrainMetrics
 from project.report.lines import epoch_line, status
-from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
+from project.runtime.progress import Bar, Interval, epoch_name
 
 
 class TrainingProgress(ProgressBar):
@@ -20,6 +20,7 @@ class TrainingProgress(ProgressBar):
         self.metrics = metrics
         self.bar = Bar()
         self._epoch_began = 0.0
+        self._minute = Interval()
 
     @property
     def is_enabled(self) -> bool:
@@ -51,12 +52,12 @@ class TrainingProgress(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.bar.open(self._epoch(trainer), self.total_train_batches)
-        self._epoch_began = self._said = time.monotonic()
+        self._epoch_began = time.monotonic()
+        self._minute.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.bar.advance(batch_idx + 1, status(self.metrics.latest))
-        if not self.bar.drawn and time.monotonic() - self._said > LINE_EVERY_S and self.metrics.latest:
-            self._said = time.monotonic()
+        if not self.bar.drawn and self.metrics.latest and self._minute.over():
             place = f"batch {batch_idx + 1}/{self.total_train_batches}"
             self.bar.print(f"{self._epoch(trainer)}, {place}: {status(self.metrics.latest)}")
 

@@ -4,9 +4,9 @@ import os
 import pickle
 import re
 import shutil
-import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from project.model.nonfinite import check_loaded
 from project.runtime.errors import UserError, WriteError
+from project.runtime.files import remove_unfinished, replacing
 
 _PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
 
@@ -33,7 +34,8 @@ def write_atomic(content: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         WriteError: the disk is full, nothing may be written there, and the like; the old file is as it was.
     """
-    _write(Path(path), lambda file: torch.save(on_cpu(content, {}), file))
+    with _writing(Path(path)) as partial, partial.open("wb") as file:  # of a path torch.save would note the name, which is random
+        torch.save(on_cpu(content, {}), file)
 
 
 def on_cpu(content: Any, copies: dict[int, Tensor]) -> Any:
@@ -59,33 +61,21 @@ def copy_atomic(source: Path, path: str | os.PathLike[str]) -> None:
     Raises:
         WriteError: as write_atomic.
     """
-    with source.open("rb") as original:
-        _write(Path(path), lambda file: shutil.copyfileobj(original, file))
+    with source.open("rb") as original, _writing(Path(path)) as partial, partial.open("wb") as file:
+        shutil.copyfileobj(original, file)
 
 
-def _write(target: Path, write: Callable[[Any], Any]) -> None:
+@contextmanager
+def _writing(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{target.name}.*"):
-            left.unlink()
-        _write_and_rename(target, write)
+        remove_unfinished(target)
+        with replacing(target) as partial:
+            yield partial
     except (OSError, RuntimeError) as error:  # of a full disk torch.save makes a RuntimeError of its own
         reason = next((e.strerror for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), error)
         kept = "; the file that was there before is whole" if target.is_file() else ""
         raise WriteError(f"cannot write {target}: {reason}{kept}") from error
-
-
-def _write_and_rename(target: Path, write: Callable[[Any], Any]) -> None:
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def read_file(path: str | os.PathLike[str], *, flag: str) -> dict[str, Any]:

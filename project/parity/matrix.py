@@ -17,7 +17,8 @@ from project.parity.recorded_run import CannotTell
 from project.parity.report import write_report
 from project.parity.small_training import SMALL, small_digits
 from project.parity.trainers import RAW
-from project.parity.verdict import explain, rows, wrap
+from project.parity.verdict import explain, rows
+from project.report.table import Column, head_line, paragraph, row_line
 from project.runtime.errors import UserError
 from project.runtime.files import write_text
 from project.settings.plan import available_cores
@@ -115,8 +116,16 @@ MATRIX = (
 )
 
 ALL = "all"
-_NAME = 41  # columns
+_NAME, _GAP = 41, 1
 EQUIVALENT, DIFFERS, CANNOT_TELL = "equivalent", "DIFFERS", "CANNOT TELL"
+_COLUMNS = (  # 80 of a terminal's
+    Column("settings", width=_NAME),
+    Column("ranks", right=True, width=5),
+    Column("steps", right=True, width=5),
+    Column("compared", right=True, width=8),
+    Column("result", width=11),
+    Column("s", right=True, width=5),
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ def run_matrix(
     """
     root = small_digits(out_dir / "images")
     results: list[Result] = []
-    print(_cells("settings", "ranks", "steps", "compared", "result", "s"), flush=True)
+    print(head_line(_COLUMNS, gap=_GAP), flush=True)
     for row in chosen:
         arguments = (*row.flags, "--data.root", str(root), "--trainer.enable_progress_bar", "false", *flags)
         request = Request(out_dir / row.name, arguments, timeout, tuple(raw), keep=keep, quiet=True)
@@ -226,13 +235,9 @@ def lines(result: Result) -> Iterator[str]:
     if len(name) > _NAME:
         yield name
         name = ""
-    yield _cells(name, ranks, steps, compared, result.result, f"{result.seconds:.0f}")
+    yield row_line(_COLUMNS, (name, ranks, steps, compared, result.result, f"{result.seconds:.0f}"), gap=_GAP)
     for line in result.where:
-        yield from (f"  {part}" for part in wrap(line, width=76))
-
-
-def _cells(name: str, ranks: str, steps: str, compared: str, result: str, seconds: str) -> str:
-    return f"{name:<{_NAME + 1}}{ranks:>5}{steps:>6}{compared:>9}  {result:<11}{seconds:>5}"
+        yield from (f"  {part}" for part in paragraph(line, width=76))
 
 
 def summary(results: Sequence[Result]) -> str:

@@ -27,23 +27,21 @@ import torch
 from torch import Tensor
 
 from project.parity.recorded_run import Event, Finding, Run
-from project.record.format import digest, read_sketch, tensor_file
+from project.record.format import bits, digest, read_sketch, tensor_file
 
 EXACTLY = "mean of the ranks, exactly"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def matches_a_ring(local: list[Tensor], reduced: Tensor) -> Tensor:
     """For each element, whether it is the sum of g * (1/W) in one of the W orders of a ring, to the bit, and finite."""
     world_size = len(local)
     shares = [gradient * (1.0 / world_size) for gradient in local] if world_size > 1 else local
-    bits = _BITS[reduced.element_size()]
     hit = torch.zeros(reduced.shape, dtype=torch.bool)
     for first in range(world_size):
         total = shares[first]
         for back in range(1, world_size):
             total = total + shares[(first - back) % world_size]
-        hit |= total.contiguous().view(bits) == reduced.contiguous().view(bits)
+        hit |= bits(total) == bits(reduced)
     return hit & reduced.isfinite()
 
 

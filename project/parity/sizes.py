@@ -11,7 +11,7 @@ from torch import Tensor
 
 from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.parity.recorded_run import Run
-from project.record.format import digest, tensor_file
+from project.record.format import bits, digest, tensor_file
 
 PARTS = ("images", "logits", "local", "reduced", "weights", "optimizer", "buffers")  # in order of cause
 
@@ -45,9 +45,7 @@ class Size:
 
 def element_difference(a: Tensor, b: Tensor) -> dict[str, Any]:
     """Of two tensors of one shape and type that are not equal to the bit."""
-    size = a.element_size()
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    differ = a.contiguous().view(bits) != b.contiguous().view(bits)
+    differ = bits(a) != bits(b)
     first = tuple(torch.nonzero(differ)[0].tolist()) if differ.dim() else ()
     one, other = a.double(), b.double()
     largest = (one - other).abs().max().item()

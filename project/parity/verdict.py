@@ -1,7 +1,6 @@
 """A comparison in words: what was shown and what was not, the checks, the first difference and its usual causes."""
 
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from project.parity.noise import FACTOR, LIMIT, Noise
 from project.parity.recorded_run import Finding
 from project.parity.reduction import EXACTLY
 from project.parity.sizes import Size
+from project.report.table import Column, paragraph, row_line, table_lines
 
 CAUSES = {
     "environment": (
@@ -262,34 +262,31 @@ def size_line(size: Size) -> str:
     )
 
 
+def _columns(title: str) -> tuple[Column, ...]:
+    return Column(title, width=34), Column("result", width=8), Column("compared", right=True, width=8)
+
+
 def lines(outcome: Outcome, report: str) -> Iterator[str]:
     """For a terminal of 80 columns."""
     for stage in outcome.stages:
         table = rows(stage)
         if stage is not outcome.stages[0] and stage.first is None:  # a table like the one above
-            yield f"  {stage.title:<34}{'equal':<8} {sum(row.compared for row in table):>9,}"
+            yield row_line(_columns(stage.title), (f"  {stage.title}", "equal", f"{sum(row.compared for row in table):,}"))
             continue
         yield ""
-        yield f"{stage.title:<36}result    compared"
-        for row in table:
-            yield f"  {row.check:<34}{row.result:<8} {row.compared:>9,}"
+        yield from table_lines(_columns(stage.title), [(f"  {row.check}", row.result, f"{row.compared:,}") for row in table])
     yield ""
     yield headline(outcome).upper() if not outcome.equivalent else headline(outcome)
-    yield from wrap(shown(outcome))
+    yield from paragraph(shown(outcome))
     stage_ = outcome.differing
     if stage_ is not None:
         assert stage_.first is not None
         for line in explain(stage_):
-            yield from wrap(line)
+            yield from paragraph(line)
         yield "Usual causes:"
         for cause in causes(stage_):
-            yield from wrap(f"- {cause}", more="  ")
+            yield from paragraph(f"- {cause}", more="  ")
     yield "Not shown:"
     for line in not_shown(outcome):
-        yield from wrap(f"- {line}", more="  ")
+        yield from paragraph(f"- {line}", more="  ")
     yield f"report in {report}"
-
-
-def wrap(text: str, more: str = "", *, width: int = 78) -> list[str]:
-    """Lines of a terminal; names and paths stay whole."""
-    return textwrap.wrap(text, width, subsequent_indent=more, break_on_hyphens=False, break_long_words=False)

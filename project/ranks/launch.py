@@ -18,6 +18,7 @@ from typing import Any
 
 from project.runtime.errors import UserError
 from project.runtime.process import ALIVE, ERROR_FILE, GRACE_S, SIGNALS, TWICE_S, python_module
+from project.runtime.process_tree import kill_tree
 
 _SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30
 _ORDERLY = {128 + number for number in SIGNALS}  # exit codes of ranks that a signal has stopped, after a checkpoint
@@ -88,7 +89,7 @@ def launch(module: str, arguments: list[str], *, ranks: int, num_nodes: int, thr
             ended = [process.poll() for process in processes]  # before we end the rest
         finally:
             for process in processes:
-                _kill(process)
+                kill_tree(process)
             for number, handler in before.items():
                 signal.signal(number, handler)
             os.close(read_end)
@@ -118,18 +119,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], received: list[tuple[int, fl
         if deadline is not None and now > deadline:
             return
         time.sleep(0.05)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The rank and whatever it started."""
-    try:
-        if os.name == "posix":
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    except ProcessLookupError:
-        pass  # ended by itself, with all its workers
-    process.wait()
 
 
 def _report(ended: list[int | None], folder: Path, *, first: int, number: int | None) -> int:

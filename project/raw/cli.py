@@ -17,13 +17,13 @@ from project.runtime.files import replacing
 from project.runtime.process import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
+    OneMessage,
     decide_seed,
     find_checkpoint,
     follow_hardware,
     follow_launcher,
     keep_whole_numbers,
     read_yaml,
-    shorten,
 )
 from project.settings.config import CheckpointConfig, DataConfig, GuardConfig, ModelConfig
 
@@ -136,9 +136,8 @@ class Settings:
     gpus: list[int]
 
 
-class Parser(ArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise UserError(shorten(message)) from ex
+class Parser(OneMessage, ArgumentParser):
+    """In the place of Lightning's."""
 
 
 def _parser() -> ArgumentParser:

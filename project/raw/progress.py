@@ -4,7 +4,7 @@ import time
 
 from project.raw.metrics import TrainMetrics
 from project.report.lines import epoch_line, status
-from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
+from project.runtime.progress import Bar, Interval, epoch_name
 
 
 class Progress:
@@ -14,16 +14,17 @@ class Progress:
     def __init__(self, metrics: TrainMetrics, *, enabled: bool, last_epoch: int | None) -> None:
         self.metrics, self.last_epoch = metrics, last_epoch
         self.bar = Bar(enabled=enabled)
+        self.minute = Interval()
 
     def begin_epoch(self, epoch: int, *, batches: int) -> None:
         self.epoch = epoch_name(epoch, self.last_epoch)
         self.bar.open(self.epoch, batches)
-        self.began = self.said = time.monotonic()
+        self.began = time.monotonic()
+        self.minute.begin()
 
     def batch(self, done: int, total: int) -> None:
         self.bar.advance(done, status(self.metrics.latest))
-        if not self.bar.drawn and time.monotonic() - self.said > LINE_EVERY_S and self.metrics.latest:
-            self.said = time.monotonic()
+        if not self.bar.drawn and self.metrics.latest and self.minute.over():
             self.bar.print(f"{self.epoch}, batch {done}/{total}: {status(self.metrics.latest)}")
 
     def begin_validation(self, batches: int) -> None:

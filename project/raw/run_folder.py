@@ -1,13 +1,13 @@
 """Replaces SaveConfigCallback, CSVLogger and TensorBoardLogger: one new folder per run, and what is logged to it."""
 
 import csv
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from project.raw.cli import Settings, save_config
 from project.raw.distributed import Ranks, broadcast
 from project.report.curves import draw_curves
+from project.runtime.progress import Interval
 from project.runtime.run_folder import new_run_folder
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Logger:
     def __init__(self, folder: Path | None, *, rows: bool, ema: bool) -> None:
         prefixes = ["val/ema_", "val/"] if ema else ["val/"]
         self.columns = _COLUMNS + [prefix + name for prefix in prefixes for name in _OF_VALIDATION]
-        self.folder, self.drawn = folder, time.monotonic()
+        self.folder, self.minute = folder, Interval()
         self.board = _open_board(folder) if folder is not None and rows else None
 
     def log(self, *rows: dict[str, float]) -> None:
@@ -53,10 +53,13 @@ class Logger:
                 board.add_scalar(name, value, int(row["step"]))
         board.flush()  # so that a run which is interrupted leaves what it has logged
 
-    def draw(self, history: list[dict[str, float]], *, at_most_every_s: float = 0.0) -> None:
-        if self.folder is not None and history and time.monotonic() - self.drawn >= at_most_every_s:
-            self.drawn = time.monotonic()
+    def draw(self, history: list[dict[str, float]]) -> None:
+        if self.folder is not None and history:
             draw_curves(history, self.folder / "curves.png")
+
+    def draw_each_minute(self, history: list[dict[str, float]]) -> None:
+        if history and self.minute.over():
+            self.draw(history)
 
     def close(self) -> None:
         if self.board is not None:

@@ -228,7 +228,7 @@ class Trainer:
         if note and self.ranks.is_first:
             self.progress.note(note)
         self.progress.validated(metrics)
-        self.logger.draw(self.metrics.history, at_most_every_s=60.0)
+        self.logger.draw_each_minute(self.metrics.history)
 
     # Checkpoints
 

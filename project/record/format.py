@@ -48,6 +48,7 @@ from project.runtime.errors import UserError
 _SIDE = 4  # 4 x 4 projections
 _COLUMNS = 1024
 _BLOCK = 32  # rows
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # of 16 bytes two numbers
 
 # What two equal trainings may say differently in their checkpoints, by the key in the record, and why; not recorded.
 OF_THE_RUN = {
@@ -93,12 +94,17 @@ def sketch(values: Tensor) -> tuple[Tensor, float]:
     return (table @ _signs(_COLUMNS, 2).T).reshape(-1), total
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's elements as whole numbers of their bits: NaN equals the same NaN, and 0.0 is not -0.0."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
 def digest(tensor: Tensor, *, sketched: bool = True) -> dict[str, Any]:
     """A tensor's type, shape and hash, and with `sketched` its sketch and the sum of its absolute values."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     hashed = hashlib.sha256(f"{kind}{shape}".encode())
-    hashed.update(flat.view(torch.uint8).numpy().data)
+    hashed.update(bits(flat).numpy().data)
     found: dict[str, Any] = {"type": kind, "shape": shape, "hash": hashed.hexdigest()[:32]}
     if sketched:
         projections, total = sketch(flat)

@@ -45,4 +45,4 @@ def draw_curves(history: list[dict[str, float]], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     with replacing(path) as partial:
-        figure.savefig(partial, dpi=120)
+        figure.savefig(partial, format="png", dpi=120)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from project.runtime.errors import BadImageError, NothingToDo, UserError, WriteError
+from project.runtime.files import write_text
 
 try:
     import resource
@@ -200,10 +201,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
 def _write(target: Path, text: str, code: int) -> None:
     if target.exists():  # the first reason counts
         return
-    partial = target.with_suffix(".tmp")
     folder = None if _errors is None else str(_errors.absolute())
-    partial.write_text(json.dumps({"time": time.time(), "code": code, "text": text, "folder": folder}), encoding="utf-8")
-    partial.rename(target)
+    content = {"time": time.time(), "code": code, "text": text, "folder": folder}
+    write_text(target, json.dumps(content), flush=False)  # for processes that end soon: no waiting for a disk
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

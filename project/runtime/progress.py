@@ -10,6 +10,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 LINE_EVERY_S = 60.0  # without a terminal, inside a long epoch and the like
 
 
+class Interval:
+    """Says when it is time again: for a line, a bar or a picture that comes at most once in so many seconds."""
+
+    def __init__(self, seconds: float = LINE_EVERY_S) -> None:
+        self.seconds = seconds
+        self.begin()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def over(self) -> bool:
+        """Whether more than `seconds` have passed since it began; if so, the next interval begins now."""
+        if time.monotonic() - self._began <= self.seconds:
+            return False
+        self.begin()
+        return True
+
+
 def epoch_name(epoch: int, last: int | None) -> str:
     """From 1, as a person counts; `last` is None or negative where there is none."""
     return f"epoch {epoch + 1}" + (f"/{last}" if last and last > 0 else "")
@@ -27,6 +45,7 @@ class Bar:
         self.enabled, self.lines = enabled, lines
         self.console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._minute = Interval()
 
     @property
     def drawn(self) -> bool:
@@ -34,7 +53,8 @@ class Bar:
 
     def open(self, description: str, total: float) -> None:
         """Begin to count, in the place of what was counted before."""
-        self._opened, self._said = f"{description} {{}}/{total:.0f}", time.monotonic()
+        self._opened = f"{description} {{}}/{total:.0f}"
+        self._minute.begin()
         if not (self.enabled and self.console.is_terminal):
             return
         if self._progress is None:
@@ -57,8 +77,7 @@ class Bar:
         """Show `completed`; `total` where it was an estimate until now."""
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, status=status, total=total)
-        elif self.lines and time.monotonic() - self._said > LINE_EVERY_S:
-            self._said = time.monotonic()
+        elif self.lines and self._minute.over():
             self.print(self._opened.format(completed) + (f": {status}" if status else ""))
 
     def print(self, *text: Any) -> None:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -133,6 +133,13 @@ def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> li
                 reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
                 raise UserError(f"{name} {given} is no valid YAML: {reason}") from error
     return [content for content in contents if isinstance(content, dict)]
+
+
+class OneMessage:
+    """A parser of jsonargparse's that refuses as everything else here does: one short message, without the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(shorten(message)) from ex
 
 
 def shorten(message: str) -> str:

@@ -1,13 +1,12 @@
 """A command as a user would start it: in a clean environment, in a process that ends with this one."""
 
-import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from project.runtime.process import ends_with_this
+from project.runtime.process_tree import kill_tree
 
 _STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
 _STALE |= {"ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -35,17 +34,7 @@ def run_to_end(command: Sequence[str], output: Path, *, timeout: float, **env: s
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The trainer and what is left in its group; its ranks have groups of their own, and end with it."""
-    if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
+            kill_tree(process)
 
 
 def last_lines(folder: Path, lines: int = 15) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import PIL
 import simplejpeg
+from filelock import FileLock, Timeout
 from PIL import features
 
 from project.data.decode import UNREADABLE
@@ -19,12 +20,7 @@ from project.data.manifest import BEGUN, LOCK, PARTIAL, RECORD, Settings, comman
 from project.data.preparing.resizing import Outcome, prepare_image, prepare_items, read_item
 from project.data.preparing.sources import Item, Part
 from project.runtime.errors import NothingToDo, UserError
-from project.runtime.progress import LINE_EVERY_S, Bar
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]  # mypy reads Linux's
+from project.runtime.progress import LINE_EVERY_S, Bar, Interval
 
 _BLOCK = 4096  # bytes: half of it is lost with each file
 _DRAW_EVERY_S = 0.2
@@ -65,18 +61,17 @@ def claim(dst: Path) -> Iterator[None]:
         UserError: another process is preparing it.
     """
     dst.mkdir(parents=True, exist_ok=True)
-    with open(dst / LOCK, "w", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: not of its workers, which may end later
-            except BlockingIOError as error:
-                raise UserError(
-                    f"--dst {dst}: another project.prepare is at work there. Wait for it, or name another."
-                ) from error
-        try:
-            yield
-        finally:
+    lock = FileLock(dst / LOCK, timeout=0)  # of this process alone: its workers, which may end later, do not inherit it
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(f"--dst {dst}: another project.prepare is at work there. Wait for it, or name another.") from error
+    try:
+        yield
+    finally:
+        if os.name == "posix":  # elsewhere the release removes it
             (dst / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def check_apart(places: list[str], dst: Path) -> None:
@@ -192,7 +187,7 @@ class Preparation:
             return self._run(workers=workers, line_every_s=line_every_s)
 
     def _run(self, *, workers: int, line_every_s: float) -> float:
-        started = drawn = said = time.monotonic()
+        started, to_draw, to_say = time.monotonic(), Interval(_DRAW_EVERY_S), Interval(line_every_s)
         self._begin()
         bar = Bar()
         bar.open("prepare", self._total())
@@ -201,13 +196,10 @@ class Preparation:
             with closing(outcomes):  # ends the workers before anything else happens
                 for outcome in outcomes:
                     self._count(outcome)
-                    now = time.monotonic()
-                    if bar.drawn and now - drawn > _DRAW_EVERY_S:
-                        bar.advance(self.done, self._status(now - started), total=self._total())
-                        drawn = now
-                    elif not bar.drawn and now - said > line_every_s:
-                        bar.print(self._line(now - started))
-                        said = now
+                    if bar.drawn and to_draw.over():
+                        bar.advance(self.done, self._status(time.monotonic() - started), total=self._total())
+                    elif not bar.drawn and to_say.over():
+                        bar.print(self._line(time.monotonic() - started))
         finally:
             bar.close()
         seconds = time.monotonic() - started

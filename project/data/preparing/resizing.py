@@ -18,6 +18,7 @@ from project.data.decode import UNREADABLE, decode_jpeg, open_rgb
 from project.data.manifest import PARTIAL
 from project.data.preparing.sources import Item
 from project.runtime.errors import WriteError
+from project.runtime.files import replacing
 from project.runtime.process import quiet_pillow
 
 _BATCH = 16  # images handed to a worker at once
@@ -96,10 +97,9 @@ def _prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
         return Outcome(item, len(data), 0, reason="no image, or none that Pillow knows")
     except UNREADABLE as error:
         return Outcome(item, len(data), 0, reason=str(error.strerror if isinstance(error, OSError) and error.errno else error))
-    partial = dst / PARTIAL / str(os.getpid())
     try:
-        partial.write_bytes(new)
-        os.replace(partial, target)
+        with replacing(target, flush=False, partials=dst / PARTIAL) as partial:  # flushed all at once, before the record
+            partial.write_bytes(new)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Make room and run the same command again: it goes on" if full else "Run the same command again: it goes on"

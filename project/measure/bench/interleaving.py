@@ -1,8 +1,8 @@
 """The benchmark's side: contestants live at once and train in turns, so that each change of the machine's load meets all."""
 
+import contextlib
 import json
 import secrets
-import signal
 import socket
 import subprocess
 import time
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from project.measure.bench.paced_training import ADDRESS
 from project.runtime.errors import UserError
 from project.runtime.process import ends_with_this, python_module
+from project.runtime.process_tree import kill_tree
 from project.subprocesses.clean_process import clean_environment
 
 START_S = 600.0  # for a contestant, to its first step; torch.compile takes most of it
@@ -59,13 +60,11 @@ class Turns:
             for stream in streams:
                 stream.close()
         for process in self.processes.values():
-            process.send_signal(signal.SIGTERM if process.poll() is None else 0)
+            process.terminate()
         for process in self.processes.values():
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            kill_tree(process)
         self.server.close()
 
     def start(self, contestant: Contestant) -> None:

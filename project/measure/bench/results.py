@@ -2,13 +2,13 @@
 
 import json
 import statistics
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from project.measure.bench.machine import describe_line
+from project.report.table import Column, paragraph, table_lines
 from project.runtime.files import replacing, write_text
 
 
@@ -20,13 +20,7 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        cells = [self.columns, *self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
-        lines = []
-        for first, *others in cells:
-            padded = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-            lines.append("  ".join([first.ljust(widths[0]), *padded]))
-        return lines
+        return table_lines([Column(title, right=number > 0) for number, title in enumerate(self.columns)], self.rows)
 
 
 @dataclass
@@ -74,7 +68,7 @@ def lines(results: Results) -> list[str]:
     found = [results.title, describe_line(results.machine)]
     for table in results.tables:
         found += ["", *table.lines()]
-    return [*found, "", *(line for note in results.notes for line in textwrap.wrap(note, 80, subsequent_indent="  "))]
+    return [*found, "", *(line for note in results.notes for line in paragraph(note, width=80, more="  "))]
 
 
 def save_json(results: Results, path: Path) -> None:
@@ -104,4 +98,4 @@ def save_chart(results: Results, path: Path) -> None:
     axes.grid(axis="x", alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        figure.savefig(partial, dpi=120)
+        figure.savefig(partial, format="png", dpi=120)

@@ -1,7 +1,6 @@
 """`bench start`: seconds from the command to the first step, and where they go; and those of an index of many files."""
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,9 +11,9 @@ from project.measure.bench.machine import describe
 from project.measure.bench.results import Results, Table, median, ratio
 from project.measure.bench.staged_start import STAMPS
 from project.runtime.errors import UserError
-from project.runtime.process import ends_with_this, python_module
+from project.runtime.process import python_module
 from project.runtime.progress import Bar
-from project.subprocesses.clean_process import clean_environment
+from project.subprocesses.clean_process import last_lines, run_to_end
 
 IMPORTS = "import torch, lightning, torchvision"
 PARTS = {"imports": "imported", "index, checks": "launched", "ranks: imports": "rank imported"}
@@ -66,9 +65,11 @@ def bench_start(*, devices: int, rounds: int, files: int) -> Results:
 
 
 def _imports() -> float:
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=LIMIT_S, env=clean_environment())
-    return time.monotonic() - began
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        began = time.monotonic()
+        code = run_to_end([sys.executable, "-c", IMPORTS], Path(name) / "output.txt", timeout=LIMIT_S)
+        _check(f"python -c '{IMPORTS}'", code, Path(name))
+        return time.monotonic() - began
 
 
 def _until_first_step(command: str, devices: int) -> dict[str, float]:
@@ -77,24 +78,27 @@ def _until_first_step(command: str, devices: int) -> dict[str, float]:
         stamps, output = Path(name) / "stamps.jsonl", Path(name) / "output.txt"
         flags = ["--devices", str(devices), "--trainer.default_root_dir", name]
         began = time.time()
-        with output.open("wb") as file:
-            code = subprocess.run(
-                [*python_module("project.measure.bench.staged_start"), command, *flags],
-                **ends_with_this(clean_environment(**{STAMPS: str(stamps)})),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-            ).returncode
+        staged = [*python_module("project.measure.bench.staged_start"), command, *flags]
+        code = run_to_end(staged, output, timeout=LIMIT_S, **{STAMPS: str(stamps)})
         rows = [json.loads(line) for line in stamps.read_text(encoding="utf-8").splitlines()] if stamps.is_file() else []
         at = {row["what"]: row["time"] for row in reversed(rows) if row["rank"] in (0, None)}
-        if code or set(PARTS.values()) - set(at):
-            end = "\n".join(output.read_text(errors="replace", encoding="utf-8").splitlines()[-15:])
-            raise UserError(f"{command} ended with exit code {code} before its first step. Its own message:\n{end}")
+        _check(command, code, Path(name), complete=set(PARTS.values()) <= set(at))
     spent = {}
     for part, what in PARTS.items():
         spent[part], began = at[what] - began, at[what]
     return spent
+
+
+def _check(command: str, code: int | None, folder: Path, *, complete: bool = True) -> None:
+    """What a command has printed says why it came to no first step.
+
+    Raises:
+        UserError: it failed, took too long, or lacks a part.
+    """
+    if code is None:
+        raise UserError(f"{command} took more than {LIMIT_S:.0f} s. Its output:\n{last_lines(folder)}")
+    if code or not complete:
+        raise UserError(f"{command} ended with exit code {code} before its first step. Its own message:\n{last_lines(folder)}")
 
 
 def _index(files: int, bar: Bar) -> tuple[float, float]:

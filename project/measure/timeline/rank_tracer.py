@@ -5,7 +5,6 @@ buckets itself, and which parameters they hold is read from DDP's own log afterw
 """
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from project.measure.timeline.buckets import bucket_contents
 from project.runtime.errors import UserError
+from project.runtime.files import replacing
 
 MARK = "lockstep:"  # begins the name of each mark; a span with no length that says what begins here
 WARM_UP = 3  # steps: DDP makes its buckets anew after the first backward, and allocators settle
@@ -241,12 +241,11 @@ class Tracer:
             )
         self.clocks.append(self._clock_offset())
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, partial = self.folder / f"rank-{self.rank}.json", self.folder / f"partial-{self.rank}.json"
-        self.profiler.export_chrome_trace(str(partial))
-        content = json.loads(partial.read_text(encoding="utf-8"))
-        content["lockstep"] = self._facts()
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, path)
+        with replacing(self.folder / f"rank-{self.rank}.json", flush=False) as partial:  # read at once, for the summary
+            self.profiler.export_chrome_trace(str(partial))
+            content = json.loads(partial.read_text(encoding="utf-8"))
+            content["lockstep"] = self._facts()
+            partial.write_text(json.dumps(content), encoding="utf-8")
 
     def _facts(self) -> dict[str, Any]:
         first, last = self.plan.first, self.plan.last

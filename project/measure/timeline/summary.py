@@ -9,6 +9,7 @@ from typing import Any
 from project.measure.timeline.analysis import PARTS, Step
 from project.measure.timeline.chrome_trace import RankTrace, offset_us
 from project.measure.timeline.rank_tracer import PINGS
+from project.report.table import Column, paragraph, table_lines
 
 LIMIT = 0.05  # of a step: a part that is smaller is not worth a change
 
@@ -221,10 +222,11 @@ def lines(summary: Summary) -> list[str]:
     """For the terminal, at most 80 columns."""
     ranks = shown_ranks(summary)
     count = len(summary.steps)
-    head = f"ms per step, median of {count}"
-    found = [f"{head:28}" + "".join(f"{f'rank {rank}':>8}" for rank in ranks)]
-    for label, values, inner in table(summary):
-        found.append(f"{'  ' * inner + label:28}" + "".join(f"{values[rank]:8.1f}" for rank in ranks))
+    columns = [Column(f"ms per step, median of {count}", width=26)]
+    columns += [Column(f"rank {rank}", right=True, width=6) for rank in ranks]
+    found = table_lines(
+        columns, [("  " * inner + label, *(f"{own[rank]:.1f}" for rank in ranks)) for label, own, inner in table(summary)]
+    )
     if len(ranks) < len(summary.step):
         found.append(f"{len(summary.step)} ranks, of which {len(ranks)} are shown; all are in summary.json")
     if summary.buckets:
@@ -232,26 +234,26 @@ def lines(summary: Summary) -> list[str]:
             name: sum(own[name] for own in summary.communication.values()) / len(summary.step) for name in ("hidden", "exposed")
         }
         both = mean["hidden"] + mean["exposed"]
-        found += wrap(
+        found += _wrap(
             "reduced   ",
             f"{summary.bytes / 1e6:,.1f} MB per step and rank in {len(summary.buckets)} buckets, "
             f"{percent(mean['hidden'] / both)} of AllReduce's time hidden by backward",
         )
-        found += wrap(
+        found += _wrap(
             "slowest   ",
             f"rank {summary.slowest}, last in {summary.slowest_in} of {count} steps, "
             f"{summary.behind:.1f} ms behind the first to be ready",
         )
-    found += wrap("change    ", summary.finding)
+    found += _wrap("change    ", summary.finding)
     cost = summary.overhead
-    found += wrap(
+    found += _wrap(
         "profiler  ",
         f"{100 * cost['share']:+.1f} %: steps of {cost['profiled']:.0f} ms with it, {cost['unprofiled']:.0f} ms without "
         f"(the {cost['others']:.0f} around them: {cost['least']:.0f} to {cost['most']:.0f}); a span of nothing is "
         f"{summary.resolution_us:.1f} us",
     )
     if len(summary.step) > 1:
-        found += wrap("clocks    ", clock_sentence(summary))
+        found += _wrap("clocks    ", clock_sentence(summary))
     return found
 
 
@@ -266,11 +268,5 @@ def clock_sentence(summary: Summary) -> str:
     )
 
 
-def wrap(head: str, text: str, *, width: int = 80) -> list[str]:
-    found, line = [], head
-    for word in text.split():
-        if len(line) + len(word) + 1 > width and line.strip():
-            found.append(line.rstrip())
-            line = " " * len(head)
-        line += word + " "
-    return [*found, line.rstrip()]
+def _wrap(head: str, text: str) -> list[str]:
+    return paragraph(head + text, width=79, more=" " * len(head))
