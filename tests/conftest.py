@@ -47,7 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os._exit = end_loudly
 
 
+# Files whose tests start no other process, or next to none: `python -m pytest -m quick`, before each commit.
+QUICK = {"agreement", "arguments", "checks", "differences", "files", "guard_parts", "images", "packaging", "plan", "progress"}
+QUICK |= {"readme", "record", "structure", "table"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in QUICK and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.quick)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
