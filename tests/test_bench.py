@@ -62,6 +62,8 @@ def test_table_json_and_chart(tmp_path: Path) -> None:
     assert {"torch", "lightning", "device"} <= content["machine"].keys()
     save_chart(results, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 5000
+    save_chart(results, tmp_path / "chart.svg")
+    assert "<svg" in (tmp_path / "chart.svg").read_text(encoding="utf-8")
 
 
 def test_a_matrix_product_has_a_speed() -> None:
