@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,21 @@ PHOTOS = REPOSITORY.parent / "shared" / "data"  # real photographs, where they a
 
 # A small network and few steps: for what does not depend on the architecture.
 SMALL = ["--model.arch", "resnet18", "--model.zero_init_residual", "false"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Code under test that ends the process of the tests says where: their output is captured, and would be lost."""
+    own, end = os.getpid(), os._exit
+
+    def end_loudly(code: int) -> None:
+        if os.getpid() == own:
+            config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
+            print(f"\nthe process of the tests is ended with exit code {code} by", file=sys.stderr)
+            traceback.print_stack()
+            sys.stderr.flush()
+        end(code)
+
+    os._exit = end_loudly
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Healthy trainings of many kinds in one launch, each of which the guard must let pass: run by tests/test_guard.py."""
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -326,6 +327,23 @@ def look_at_data() -> None:
         guard.close()
 
 
+def train_something_else() -> None:
+    """For longer than a rank may wait for another one, and without the guard."""
+    model = nn.Linear(6, 2)
+    ddp, data = DistributedDataParallel(model), Random(8)
+    guard = ReplicaGuard(ddp, sgd(model), quiet=True, timeout_s=4)
+    for images in guard(DataLoader(data, batch_size=2, sampler=DistributedSampler(data))):
+        ddp(images).sum().backward()
+    other = DistributedDataParallel(nn.Linear(512, 512))
+    begun, over = time.monotonic(), torch.zeros(())
+    while not over:
+        other(torch.ones(64, 512)).sum().backward()
+        over.fill_(time.monotonic() > begun + 8)
+        dist.all_reduce(over)
+    guard.check()
+    guard.close()
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     chosen = os.environ.get("CASES")
@@ -341,6 +359,8 @@ def main() -> None:
                 print(f"fine: {name}", flush=True)
     if chosen is None:
         look_at_data()
+    if chosen is None and dist.get_world_size() == 2:
+        train_something_else()
     if os.environ.get("SAME_BITS"):
         torch.testing.assert_close(train(epochs=2), train(epochs=2, guarded=False), rtol=0, atol=0)
         print("same bits", flush=True)

@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 import project.raw.cli
 from project.lit.cli import TrainCLI
 from project.runtime.device import fast_layout, fast_precision
-from project.settings.arguments import _WHOLE_OR_SHARE, expand, flag_value, follow_hardware, keep_whole_numbers
+from project.settings.arguments import _WHOLE_OR_SHARE, expand, flag_value, keep_whole_numbers
 from project.settings.config import CONFIGS
 
 Parsed = Callable[..., Any]
@@ -29,8 +29,7 @@ def parsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
         expanded = expand(list(arguments), train=True)
         if request.param == "fit":
             return TrainCLI(expanded).config
-        parser = project.raw.cli._parser()
-        return parser.parse_args(follow_hardware(expanded, parser.parse_args))
+        return project.raw.cli.parse(expanded).config
 
     return parse
 
@@ -103,6 +102,14 @@ def test_print_config_shows_what_will_run(
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["trainer"]["precision"], shown["model"]["channels_last"]) == ("bf16-mixed", True)
     assert shown["trainer"]["max_epochs"] == 3
+
+
+def test_lightnings_trainer_and_the_model_are_made_with_what_follows_from_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    cli = TrainCLI(expand(["--data.root", "x", "--accelerator", "cpu", "--devices", "1"], train=True))
+    assert (cli.trainer.precision, cli.model.config.channels_last) == ("bf16-mixed", True)
+    saved = yaml.safe_load(cli.parser.dump(cli.config))
+    assert (saved["trainer"]["precision"], saved["model"]["channels_last"]) == ("bf16-mixed", True)
 
 
 def test_the_recipe_follows_the_images_wherever_they_are_named(parsed: Parsed, tmp_path: Path) -> None:

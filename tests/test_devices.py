@@ -44,6 +44,7 @@ from project.runtime.device import find_ranks
 from project.runtime.errors import UserError
 from project.settings.config import DataConfig, ModelConfig
 from project.settings.plan import BatchPlan
+from tests.a_record import a_record
 from tests.conftest import REPOSITORY, run_jobs, training
 from tests.test_resume import RUN, assert_equal, data, what_counts
 
@@ -87,7 +88,7 @@ def stored_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Path], No
 
 def test_a_gpus_checkpoint_opens_without_one(stored_by_a_gpu: Callable[[Any, Path], None], tmp_path: Path) -> None:
     network = build_model(ModelConfig(arch="resnet18"), num_classes=2, seed=1)
-    record = {"batches": 3, "batches_per_epoch": 3, "classes": ["ant", "bee"], "data": {"val_resize": 32, "val_size": 32}}
+    record = a_record(classes=["ant", "bee"]).to_dict()
     path = tmp_path / "last.ckpt"
     score = {"Best": {"best_model_score": torch.tensor(0.5)}}
     stored_by_a_gpu({"state_dict": network.state_dict(), "loops": {}, "callbacks": score, RECORD: record}, path)

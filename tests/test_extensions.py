@@ -1,17 +1,19 @@
 """Lightning's own callbacks and flags work, or are refused by name before anything starts; the page says which."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, callbacks
+from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchSyncBatchNorm
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 import project.lit.run
 from project.lit.ending import as_refusal
-from project.lit.extensions import CALLBACKS, FLAGS, refuse_callbacks, refuse_flags, refuse_plugins
+from project.lit.extensions import CALLBACKS, FLAGS, TRIED, refuse_callbacks, refuse_flags, refuse_plugins, refuse_untried
+from project.raw.cli import NEUTRAL, TrainerConfig
 from project.runtime.errors import UserError
 from tests.conftest import REPOSITORY, SMALL
 
@@ -87,6 +89,25 @@ def test_what_works_is_let_through() -> None:
 def test_a_flag_that_cannot_work_is_refused(flag: str, value: Any, shown: str) -> None:
     with pytest.raises(UserError, match=f"--trainer.{flag} {re.escape(shown)}"):
         refuse_flags({**ACCEPTED, flag: value})
+
+
+def test_a_keyword_that_the_installed_trainer_has_and_nobody_has_tried_is_refused_by_name() -> None:
+    installed = inspect.signature(Trainer.__init__)
+    newer = [inspect.Parameter("turbo", inspect.Parameter.KEYWORD_ONLY, default=default) for default in (None, False)]
+    for added in newer:
+        signature = installed.replace(parameters=[*installed.parameters.values(), added])
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items() if name != "self"}
+        refuse_untried(defaults, signature)
+        for name in {*defaults} - TRIED:  # what the installed version has beyond our table, and the invented one
+            with pytest.raises(UserError, match=f"--trainer.{name} 3: Lightning .* takes it, and .*; leave it out"):
+                refuse_untried({**defaults, name: 3}, signature)
+    assert "turbo" not in TRIED
+
+
+def test_both_trainers_know_the_same_keywords() -> None:
+    assert {*TrainerConfig.__dataclass_fields__, *NEUTRAL} == TRIED
+    assert not {*TrainerConfig.__dataclass_fields__} & {*NEUTRAL}
+    refuse_flags({})  # of a Lightning that has none of them any more
 
 
 def test_plugins_that_replace_what_the_training_relies_on_are_refused() -> None:

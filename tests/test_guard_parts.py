@@ -214,6 +214,22 @@ def test_nothing_of_the_guard_is_left_after_close(monkeypatch: pytest.MonkeyPatc
     assert own() is None
 
 
+def test_one_rank_waits_for_nobody_however_long_it_does_something_else() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = ReplicaGuard(model, optimizer, timeout_s=0.2, quiet=True)
+    for batch in guard(DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2)):
+        model(batch[0]).sum().backward()
+        optimizer.step()
+        guard.step()
+    other, images = nn.Linear(512, 512), torch.randn(512, 512)
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:  # the guard's thread finds it in torch/autograd
+        other(images).sum().backward()
+    guard.check()  # would raise a report
+    guard.close()
+
+
 def test_an_excepthook_that_was_put_around_the_guards_stays() -> None:
     before = sys.excepthook
     model = nn.Linear(1, 1)

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -215,10 +214,10 @@ def test_a_list_of_images_is_known_by_its_paths_and_classes_wherever_it_lies(
     make_data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_data(train=6, val=3)
-    record = {"samples": 6, "images": describe_images(load_splits(DataConfig(root=str(root))))}
+    then = describe_images(load_splits(DataConfig(root=str(root))))
 
     def changes() -> dict[str, str]:
-        return image_changes(record, load_splits(DataConfig(root=str(root))))
+        return image_changes(then, load_splits(DataConfig(root=str(root))))
 
     assert changes() == {}
     root = root.rename(tmp_path / "moved")
@@ -242,18 +241,18 @@ def test_a_folder_is_the_same_however_it_is_spelled(tmp_path: Path, monkeypatch:
     (tmp_path / "link").symlink_to("photos")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    record: dict[str, Any] = {"data": {"root": "photos", "val_fraction": 0.25}, "samples": 30}
+    data = {"root": "photos", "val_fraction": 0.25}
     images = describe_images(load_splits(DataConfig(root="photos", val_fraction=0.25)))
     for root in ("photos", "photos/", "./photos", str(tmp_path / "photos"), "~/photos", "link", "photos/../link/."):
         assert same_folder("photos", root)
-        assert share_to_evaluate(record, root) == 0.25
+        assert share_to_evaluate(data, None, root=root) == 0.25
     shutil.copytree("photos", "copy")
     assert not same_folder("photos", "copy")
-    assert share_to_evaluate({**record, "images": images}, "copy") == 0.25
-    assert share_to_evaluate(record, "copy") == 1.0  # a checkpoint of an earlier version cannot tell
+    assert share_to_evaluate(data, images, root="copy") == 0.25
+    assert share_to_evaluate(data, None, root="copy") == 1.0  # a checkpoint of an earlier version cannot tell
     write_images(Path("copy/ant"), 1, start=50, size=8)
-    assert share_to_evaluate({**record, "images": images}, "copy") == 1.0
-    assert share_to_evaluate({**record, "images": images}, "nowhere") == 1.0
+    assert share_to_evaluate(data, images, root="copy") == 1.0
+    assert share_to_evaluate(data, images, root="nowhere") == 1.0
     (tmp_path / "digits").mkdir()
     assert [same_folder("digits", root) for root in ("digits", "./digits", None)] == [True, False, False]
     lines = data_lines(DataConfig(root="digits"), load_splits(DataConfig(root="digits")))

@@ -239,16 +239,21 @@ def test_two_agents_of_torchrun(module: str, root: Path) -> None:
 # The command line, without starting anything
 
 
-def test_every_keyword_of_lightnings_trainer_is_known() -> None:
-    theirs = dict(inspect.signature(Trainer.__init__).parameters)
-    del theirs["self"]
-    honoured = TrainerConfig.__dataclass_fields__
-    assert theirs.keys() == honoured.keys() | NEUTRAL.keys()
-    assert not honoured.keys() & NEUTRAL.keys()
-    own = {"max_epochs": 90, "num_sanity_val_steps": 0}  # where both commands differ from Lightning
-    for name, parameter in theirs.items():
-        ours = honoured[name].default if name in honoured else NEUTRAL[name][0]
-        assert ours == own.get(name, parameter.default), name
+def test_the_installed_lightnings_keywords_ask_for_nothing_at_their_defaults(tmp_path: Path) -> None:
+    """A file of all of them is read; what this trainer does not know is refused by name, unless it is null."""
+    theirs = {name: each.default for name, each in inspect.signature(Trainer.__init__).parameters.items() if name != "self"}
+    known = {name: value for name, value in theirs.items() if name in {*TrainerConfig.__dataclass_fields__, *NEUTRAL}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"trainer": known}), encoding="utf-8")
+    parse(["--config", str(tmp_path / "c.yaml")])
+    others = {**{name: value for name, value in theirs.items() if name not in known}, "turbo": None}
+    for name, default in others.items():
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"trainer": {**known, name: None}}), encoding="utf-8")
+        parse(["--config", str(tmp_path / "c.yaml")])
+        with pytest.raises(UserError, match=f"does not implement trainer.{name} 3"):
+            parse(["--config", str(tmp_path / "c.yaml"), f"--trainer.{name}", "3"])
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"trainer": {name: default or 3}}), encoding="utf-8")
+        with pytest.raises(UserError, match=name):
+            parse(["--config", str(tmp_path / "c.yaml")])
 
 
 @pytest.mark.parametrize(

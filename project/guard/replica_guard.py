@@ -827,6 +827,8 @@ class ReplicaGuard:
         self._hurry = False
         self._training_thread = threading.get_ident()
         self._seen_progress, self._seen_at = -1, time.monotonic()
+        self._stood_at: tuple[int, int] | None = None
+        self._stood_since = time.monotonic()
         self._pid = os.getpid()
         self._attach()
         self._excepthook = sys.excepthook = _LastWords(self, sys.excepthook)
@@ -1054,6 +1056,7 @@ class ReplicaGuard:
         self._finish(this)
         self._set_phase("waits for the other ranks at the end of its epoch")
         line = self._await(f"end {this.number}")
+        self._set_phase("after the epoch")
         trained = self.steps > this.begun_at
         if self.rank == 0 and not self.quiet and (this.training or trained):
             mode = "" if this.training or not trained else "; the model was in eval() when it began"
@@ -1487,15 +1490,22 @@ class ReplicaGuard:
             self._pending.popleft()
 
     def _look_for_hang(self) -> None:
-        now = time.monotonic()
+        now, place = time.monotonic(), self._instruction()
+        if place != self._stood_at:
+            self._stood_at, self._stood_since = place, now
         if self._progress != self._seen_progress or not self._begun:
             self._seen_progress, self._seen_at = self._progress, now
             return
         waited = now - self._seen_at
+        if self.world_size == 1:  # which waits for nobody, however long it does something else
+            return
         if waited > min(_SURE_S, self.timeout_s) and self._own_end is None and self._waits() and self._store.check(["ended"]):
             self._alarm("ended", waited=waited, **json.loads(self._store.get("ended")))
         elif waited > self.timeout_s and self._waits():
-            self._alarm("hang", waited=waited)
+            # A script may train something else for as long: then its calls come back.
+            stands = self._phase.startswith(_WAITS) or now - self._stood_since > min(_SURE_S, self.timeout_s) / 2
+            if stands:
+                self._alarm("hang", waited=waited)
 
     def _handled(self) -> BaseException | None:
         """The exception that the training thread handles now, as in an `except`, a `finally` or at the end of a `with`."""

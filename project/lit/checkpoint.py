@@ -15,8 +15,9 @@ from project.data.image_list import describe_images
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
-from project.model.checkpoint_file import RECORD, copy_atomic, find_best, write_atomic
+from project.model.checkpoint_file import copy_atomic, find_best, write_atomic
 from project.model.nonfinite import scores
+from project.model.training_record import RECORD, TrainingRecord
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,8 +31,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content = super().load_checkpoint(path, map_location, weights_only)
         if "loops" not in content:
             return as_lightning(content, best_key=Best().state_key)
-        record = content[RECORD]
-        if record["batches"] < record["batches_per_epoch"]:
+        record = TrainingRecord.from_dict(content[RECORD], source="the checkpoint")
+        if record.inside_epoch:
             # Lightning takes an epoch that max_steps has cut short for a whole one, and would not train its rest.
             content["loops"]["fit_loop"] = fit_loop(record)
         return content
@@ -100,30 +101,31 @@ class Record(Callback):
         assert isinstance(pl_module, Classifier)
         data: ImageFolders = pl_module.data
         history = checkpoint["callbacks"]["TrainMetrics"]["history"]
-        checkpoint[RECORD] = {
-            "model": asdict(pl_module.config),
-            "data": asdict(data.config),
-            "classes": data.splits.classes,
-            "samples": len(data.splits.train),
-            "images": describe_images(data.splits),
-            "steps_per_epoch": data.plan.steps_per_epoch,
-            "batches_per_epoch": data.plan.batches,
-            "accumulate": data.plan.accumulate,
-            "world_size": trainer.world_size,
-            "seed": data.seed,
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-            "batches": data.state_dict()["batches"],
-            "complete": self.pending.epoch_is_complete(trainer),
-            "pending": self.pending.is_due(trainer),
-            "best": _best(trainer),
-            "history": history,
-            "optimizer": checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
-            "schedule": checkpoint["lr_schedulers"][0],
-            "scaler": checkpoint.get("MixedPrecision", {}),
-            "ema": {name: value for ema in pl_module.averages for name, value in ema.state_dict().items()},
-            "metrics": newest_validation(history),
-        }
+        record = TrainingRecord(
+            model=asdict(pl_module.config),
+            data=asdict(data.config),
+            classes=data.splits.classes,
+            samples=len(data.splits.train),
+            images=describe_images(data.splits),
+            steps_per_epoch=data.plan.steps_per_epoch,
+            batches_per_epoch=data.plan.batches,
+            accumulate=data.plan.accumulate,
+            world_size=trainer.world_size,
+            seed=data.seed,
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            batches=data.state_dict()["batches"],
+            complete=self.pending.epoch_is_complete(trainer),
+            pending=self.pending.is_due(trainer),
+            best=_best(trainer),
+            history=history,
+            optimizer=checkpoint["optimizer_states"][0],  # the same tensors as Lightning's: stored once
+            schedule=checkpoint["lr_schedulers"][0],
+            scaler=checkpoint.get("MixedPrecision", {}),
+            ema={name: value for ema in pl_module.averages for name, value in ema.state_dict().items()},
+            metrics=newest_validation(history),
+        )
+        checkpoint[RECORD] = record.to_dict()
 
 
 def newest_validation(history: list[dict[str, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The command line: LightningCLI with short flags for the trainer, and one source of truth for each setting."""
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -15,7 +16,7 @@ from project.lit.curves import Curves
 from project.lit.data import ImageFolders
 from project.lit.ema import MovingAverage
 from project.lit.ending import ClosingLine, ReportFailure
-from project.lit.extensions import refuse_callbacks, refuse_flags, refuse_plugins
+from project.lit.extensions import refuse_callbacks, refuse_flags, refuse_plugins, refuse_untried
 from project.lit.guard import ReplicaGuardCallback
 from project.lit.interruption import Interruption
 from project.lit.metrics import TrainMetrics
@@ -34,6 +35,7 @@ from project.runtime.process import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
     OneMessage,
+    as_it_will_run,
     decide_seed,
     find_checkpoint,
     follow_hardware,
@@ -49,6 +51,12 @@ class Parser(OneMessage, LightningArgumentParser):
     """Lightning's, which LightningCLI needs."""
 
 
+class TrainParser(Parser):
+    def dump(self, namespace: Any, *args: Any, **kwargs: Any) -> str:
+        """`--print_config` calls it inside of `parse_args`, before anything can be filled in there."""
+        return super().dump(as_it_will_run(namespace), *args, **kwargs)
+
+
 class TrainCLI(LightningCLI):
     """`python -m project.fit`: parses, and builds model, data and trainer; runs nothing."""
 
@@ -62,7 +70,7 @@ class TrainCLI(LightningCLI):
             save_config_callback=RunFolder,
             trainer_defaults={"max_epochs": 90, "num_sanity_val_steps": 0},
             seed_everything_default=1,
-            parser_class=Parser,
+            parser_class=TrainParser if self.command == "fit" else Parser,
             parser_kwargs={
                 "allow_abbrev": False,
                 "prog": f"python -m project.{self.command}",
@@ -88,9 +96,9 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         read_yaml(args, flags=FILES)
-        if self.command == "fit":
-            args = follow_hardware(args, parser.parse_args)
         super().parse_arguments(parser, args)
+        if self.command == "fit":
+            follow_hardware(self.config)
         keep_whole_numbers(args, self.config.trainer)
         self.config.seed_everything = decide_seed(self.config.seed_everything)
         self.record: str | None = self.config.get("record")
@@ -106,6 +114,7 @@ class TrainCLI(LightningCLI):
             raise UserError("--trainer.profiler xla needs a TPU: give simple, advanced or pytorch.")
         check_devices(self.config.trainer)
         refuse_flags(self.config.trainer)
+        refuse_untried(vars(self.config.trainer), inspect.signature(Trainer.__init__))
         root = self.config.trainer.default_root_dir
         self.config.ckpt_path = find_checkpoint(self.config.get("ckpt_path"), root=root)
 

@@ -5,9 +5,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.lit.module import Classifier
-from project.model.checkpoint_file import RECORD
 from project.model.ema import build_ema
 from project.model.optim import warmup_steps
+from project.model.training_record import RECORD, TrainingRecord
 
 
 class MovingAverage(Callback):
@@ -21,7 +21,7 @@ class MovingAverage(Callback):
         self.step = 0
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.restored = checkpoint[RECORD].get("ema", {})
+        self.restored = TrainingRecord.from_dict(checkpoint[RECORD], source="the checkpoint").ema
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)

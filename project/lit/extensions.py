@@ -3,9 +3,11 @@
 What is not listed is passed on to Lightning as it is. notebooks/lightning_extensions.md has the whole table, with what works.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -48,6 +50,19 @@ FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
+# The keywords of Lightning's Trainer with which this training has been tried; of a newer one's no effect here is known.
+# fmt: off
+TRIED = frozenset({
+    "accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "fast_dev_run", "max_epochs",
+    "min_epochs", "max_steps", "min_steps", "max_time", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps",
+    "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "accumulate_grad_batches",
+    "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode",
+    "use_distributed_sampler", "profiler", "detect_anomaly", "barebones", "plugins", "sync_batchnorm",
+    "reload_dataloaders_every_n_epochs", "default_root_dir", "enable_autolog_hparams", "model_registry",
+})
+# fmt: on
+
 NEED_A_LOGGER = ("LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor")
 OURS = ("val/top1", "val/top5", "val/loss", "val/images")  # and the same of the average, as val/ema_...
 
@@ -59,9 +74,32 @@ def refuse_flags(trainer: Any) -> None:
         UserError: one cannot work.
     """
     for name, (accepted, reason) in FLAGS.items():
+        if name not in trainer:  # which the installed Lightning does not have
+            continue
         value = trainer[name]
         if not any(type(value) is type(each) and value == each for each in accepted):  # 1 batch is not 1.0, all of them
             raise UserError(f"--trainer.{name} {_shown(value)}: {reason}.")
+
+
+def refuse_untried(trainer: Mapping[str, Any], signature: inspect.Signature) -> None:
+    """Keywords that a newer Lightning has: at their defaults they are passed on, with any other value they are refused.
+
+    Args:
+        trainer: Settings of the trainer, as they were given.
+        signature: Of the installed Lightning's `Trainer.__init__`.
+
+    Raises:
+        UserError: a keyword is not in `TRIED` and was given a value.
+    """
+    for name, parameter in signature.parameters.items():
+        if name in TRIED or name not in trainer:
+            continue
+        value = trainer[name]
+        if type(value) is not type(parameter.default) or value != parameter.default:
+            raise UserError(
+                f"--trainer.{name} {_shown(value)}: Lightning {lightning.__version__} takes it, and this training has never been "
+                "tried with it; leave it out."
+            )
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], *, logger: Any, validates: bool, ema: bool) -> None:

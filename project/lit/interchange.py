@@ -6,33 +6,33 @@ from typing import Any
 import lightning
 import torch
 
-from project.model.checkpoint_file import RECORD
+from project.model.training_record import RECORD, TrainingRecord
 
 
 def as_lightning(content: dict[str, Any], *, best_key: str) -> dict[str, Any]:
     """Lightning's own keys, from the weights and the neutral record of any checkpoint of ours."""
-    record = content[RECORD]
-    best = record["best"] and {
-        "best_model_path": record["best"]["path"],
-        "best_model_score": torch.tensor(record["best"]["top1"]),
+    record = TrainingRecord.from_dict(content[RECORD], source="the checkpoint")
+    best = record.best and {
+        "best_model_path": record.best["path"],
+        "best_model_score": torch.tensor(record.best["top1"]),
     }
     return {
-        "epoch": record["epoch"],
-        "global_step": record["step"],
+        "epoch": record.epoch,
+        "global_step": record.step,
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": {f"model.{name}": value for name, value in content["state_dict"].items()},
         "loops": {"fit_loop": fit_loop(record)},
-        "callbacks": {"TrainMetrics": {"history": record["history"]}, **({best_key: best} if best else {})},
-        "optimizer_states": [record["optimizer"]],
-        "lr_schedulers": [record["schedule"]],
-        **({"MixedPrecision": record["scaler"]} if record["scaler"] else {}),
+        "callbacks": {"TrainMetrics": {"history": record.history}, **({best_key: best} if best else {})},
+        "optimizer_states": [record.optimizer],
+        "lr_schedulers": [record.schedule],
+        **({"MixedPrecision": record.scaler} if record.scaler else {}),
         "ImageFolders": _place(record),
-        RECORD: record,
+        RECORD: content[RECORD],
     }
 
 
-def _place(record: dict[str, Any]) -> dict[str, int]:
-    return {"epoch": record["epoch"], "batches": record["batches"]}
+def _place(record: TrainingRecord) -> dict[str, int]:
+    return {"epoch": record.epoch, "batches": record.batches}
 
 
 def _counts(*, total: int, current: int, completed_less: int = 0, processed_less: int = 0) -> dict[str, Any]:
@@ -52,18 +52,17 @@ def _without(counts: dict[str, Any], *stages: str) -> dict[str, Any]:
     return {span: {k: v for k, v in values.items() if k not in stages} for span, values in counts.items()}
 
 
-def fit_loop(record: dict[str, Any]) -> dict[str, Any]:
+def fit_loop(record: TrainingRecord) -> dict[str, Any]:
     """The loop's state after the record's batches of its epoch.
 
     Three places are told apart: inside the epoch, as in `on_train_batch_end`; at a batch with the validation after it still
     to come; and when all of the epoch is done, as in `on_train_epoch_end`.
     """
-    epoch, batches, step, complete = (record[name] for name in ("epoch", "batches", "step", "complete"))
-    inside = batches < record["batches_per_epoch"]
-    pending = record.get("pending", not inside and not complete)  # the raw trainer validates at the ends of epochs alone
-    steps = math.ceil(batches / record["accumulate"])
+    epoch, batches, step, complete = record.epoch, record.batches, record.step, record.complete
+    inside, pending = record.inside_epoch, record.pending
+    steps = math.ceil(batches / record.accumulate)
     trained = _counts(
-        total=epoch * record["batches_per_epoch"] + batches, current=batches, completed_less=1 if inside and not pending else 0
+        total=epoch * record.batches_per_epoch + batches, current=batches, completed_less=1 if inside and not pending else 0
     )
     stepped = _counts(total=step, current=steps)
     validated = _counts(total=1, current=1, processed_less=1 if pending else 0, completed_less=1 if pending else 0)

@@ -12,8 +12,9 @@ from project.lit.data import total_steps
 from project.lit.ending import as_refusal
 from project.lit.preflight import check_fit
 from project.lit.silenced_advice import quiet
-from project.model.checkpoint_file import RECORD, read_checkpoint
+from project.model.checkpoint_file import read_record
 from project.model.resnet import check_num_classes
+from project.model.training_record import TrainingRecord
 from project.model.weights import find_arch, read_weights
 from project.preflight.recipe import recipe_lines
 from project.preflight.refusals import check_classes, check_weights
@@ -99,7 +100,7 @@ def validate(arguments: list[str]) -> int:
     record, defaults = _describe(flag_value(expanded, "--ckpt_path"), flag_value(expanded, "--weights"))
     root = given_value(expanded, "data", "root")
     if root is not None:
-        defaults["data.val_fraction"] = share_to_evaluate(record, str(root)) if record else 1.0
+        defaults["data.val_fraction"] = share_to_evaluate(record.data, record.images, root=str(root)) if record else 1.0
     cli = ValidateCLI(expanded, defaults)
     flag = "--ckpt_path" if cli.config.ckpt_path else "--weights"
     if not started_by_us():
@@ -118,19 +119,20 @@ def validate(arguments: list[str]) -> int:
     return 0
 
 
-def _describe(ckpt_path: str | None, weights: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says of its run (empty for plain weights), and the settings that follow from it."""
+def _describe(ckpt_path: str | None, weights: str | None) -> tuple[TrainingRecord | None, dict[str, Any]]:
+    """What a file says of its run (None for plain weights), and the settings that follow from it."""
     if (ckpt_path is None) == (weights is None):
         raise UserError("Name what to evaluate: either --ckpt_path CHECKPOINT of a run, or --weights FILE.")
     if ckpt_path is not None:
-        record = read_checkpoint(ckpt_path)[RECORD]
+        record: TrainingRecord | None = read_record(ckpt_path)
     else:
         assert weights is not None
         tensors, record = read_weights(weights, flag="--weights")
-        if not record:
+        if record is None:
             arch = find_arch(tensors)
             if arch is None:
                 raise UserError(f"--weights {weights} holds no ResNet of torchvision.")
-            return {}, {"model.weights": weights, "model.arch": arch}
-    kept = {f"data.{name}": record["data"][name] for name in ("root", "val_resize", "val_size", "val_fraction")}
-    return record, {"model.weights": ckpt_path or weights, "model.arch": record["model"]["arch"], **kept}
+            return None, {"model.weights": weights, "model.arch": arch}
+    assert record is not None
+    kept = {f"data.{name}": record.data[name] for name in ("root", "val_resize", "val_size", "val_fraction")}
+    return record, {"model.weights": ckpt_path or weights, "model.arch": record.model["arch"], **kept}

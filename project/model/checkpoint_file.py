@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from project.model.nonfinite import check_loaded
+from project.model.training_record import RECORD, TrainingRecord
 from project.runtime.errors import UserError, WriteError
 from project.runtime.files import remove_unfinished, replacing
 
 _PREFIX = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
-
-RECORD = "lockstep"  # key of what both trainers say of a run in its checkpoints
 
 
 def write_atomic(content: Any, path: str | os.PathLike[str]) -> None:
@@ -123,6 +122,15 @@ def read_checkpoint(path: str | os.PathLike[str], *, flag: str = "--ckpt_path") 
         other = newest_whole(Path(path))
         raise UserError(f"{error}\nThe newest whole checkpoint beside it is {other}." if other else str(error)) from error
     return content
+
+
+def read_record(path: str | os.PathLike[str], *, flag: str = "--ckpt_path") -> TrainingRecord:
+    """What a checkpoint of ours says of its training.
+
+    Raises:
+        UserError: as read_checkpoint, or a newer version has written it.
+    """
+    return TrainingRecord.from_dict(read_checkpoint(path, flag=flag)[RECORD], source=f"{flag} {path}")
 
 
 def find_best(recorded: str, *, ckpt_path: str | os.PathLike[str] | None) -> Path | None:

@@ -12,8 +12,9 @@ from torchvision.models import ResNet, ResNet50_Weights
 from project.data.decode import read_image
 from project.data.scanning import images_below
 from project.data.transforms import Normalize, val_transform
-from project.model.checkpoint_file import RECORD, extract_state_dict, read_checkpoint
+from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.model.resnet import new_model
+from project.model.training_record import RECORD, TrainingRecord
 from project.model.weights import average_of, find_arch, read_weights
 from project.runtime.errors import BadImageError, UserError
 from project.settings.config import DataConfig
@@ -51,11 +52,12 @@ def load_trained(*, ckpt_path: str | None, weights: str | None, ema: bool = Fals
         raise UserError("--ema takes the average from a checkpoint: name it with --ckpt_path.")
     if (ckpt_path is None) == (weights is None):
         raise UserError("Name a network: either --ckpt_path CHECKPOINT of a run, or --weights FILE.")
+    record: TrainingRecord | None
     if ckpt_path is not None:
         path, flag = ckpt_path, "--ckpt_path"
         content = read_checkpoint(path)
-        held = average_of(content, path=path) if ema else content
-        tensors, record = extract_state_dict(held, path=path, flag=flag), content[RECORD]
+        record = TrainingRecord.from_dict(content[RECORD], source=f"{flag} {path}")
+        tensors = extract_state_dict(average_of(record, path=path) if ema else content, path=path, flag=flag)
     else:
         path, flag = str(weights), "--weights"
         tensors, record = read_weights(path, flag=flag)
@@ -64,9 +66,15 @@ def load_trained(*, ckpt_path: str | None, weights: str | None, ema: bool = Fals
         raise UserError(f"{flag} {path} holds no ResNet of torchvision.")
     network = new_model(arch, num_classes=len(tensors["fc.weight"]))
     network.load_state_dict(tensors, strict=False)  # find_arch has compared names and shapes
-    size = record.get("data", {"val_resize": DataConfig.val_resize, "val_size": DataConfig.val_size})
-    classes = record.get("classes") or [str(i) for i in range(network.fc.out_features)]
-    return Trained(network.eval(), arch, classes, _labels(classes), size["val_resize"], size["val_size"])
+    if record is None:
+        classes, val_resize, val_size = (
+            [str(i) for i in range(len(tensors["fc.weight"]))],
+            DataConfig.val_resize,
+            DataConfig.val_size,
+        )
+    else:
+        classes, val_resize, val_size = record.classes, record.data["val_resize"], record.data["val_size"]
+    return Trained(network.eval(), arch, classes, _labels(classes), val_resize, val_size)
 
 
 def _labels(classes: list[str]) -> list[str]:

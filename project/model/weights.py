@@ -6,29 +6,30 @@ import torch
 from torch import Tensor
 from torchvision.models import ResNet
 
-from project.model.checkpoint_file import RECORD, extract_state_dict, read_file
+from project.model.checkpoint_file import extract_state_dict, read_file
 from project.model.resnet import new_model
+from project.model.training_record import RECORD, TrainingRecord
 from project.runtime.errors import UserError
 from project.runtime.plurals import count
 from project.settings.config import Arch
 
 
-def average_of(content: dict[str, Any], *, path: str) -> dict[str, Any]:
+def average_of(record: TrainingRecord, *, path: str) -> dict[str, Any]:
     """The moving average in a checkpoint of ours.
 
     Raises:
         UserError: the run kept none.
     """
-    average: dict[str, Any] = content[RECORD].get("ema", {})
-    if not average:
+    if not record.ema:
         raise UserError(f"--ema: {path} holds no average; its run had no --model.ema_decay. Leave --ema out.")
-    return average
+    return record.ema
 
 
-def read_weights(path: str, *, flag: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dict in a file, and what one of our checkpoints says of itself (else an empty dict)."""
+def read_weights(path: str, *, flag: str) -> tuple[dict[str, Tensor], TrainingRecord | None]:
+    """The state dict in a file, and what one of our checkpoints says of its training."""
     content = read_file(path, flag=flag)
-    return extract_state_dict(content, path=path, flag=flag), content.get(RECORD, {})
+    tensors = extract_state_dict(content, path=path, flag=flag)
+    return tensors, TrainingRecord.from_dict(content[RECORD], source=f"{flag} {path}") if RECORD in content else None
 
 
 def find_arch(tensors: dict[str, Tensor]) -> str | None:

@@ -12,9 +12,10 @@ from jsonargparse import Namespace
 from project.data.image_list import image_changes, same_folder
 from project.data.splits import Splits
 from project.data.transforms import check_growth
-from project.model.checkpoint_file import RECORD, extract_state_dict, read_checkpoint
+from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.model.optim import check_schedule, decay_groups
 from project.model.resnet import last_map_size, new_model
+from project.model.training_record import RECORD, TrainingRecord
 from project.model.weights import match_weights
 from project.runtime.device import fast_precision, find_device, find_ranks
 from project.runtime.errors import NothingToDo, UserError
@@ -162,9 +163,9 @@ def check_weights(config: ModelConfig, *, num_classes: int, new_head: bool, flag
         match_weights(network, config.weights, flag=flag, new_head=new_head)
 
 
-def check_classes(record: dict[str, Any], splits: Splits, *, flag: str) -> None:
+def check_classes(record: TrainingRecord, splits: Splits, *, flag: str) -> None:
     """A checkpoint and the data must number the classes in the same way."""
-    theirs, ours = record["classes"], splits.classes
+    theirs, ours = record.classes, splits.classes
     if theirs != ours:
         differing = sorted(set(theirs) ^ set(ours))
         what = f"only in one of them: {', '.join(differing[:5])}" if differing else "their order differs"
@@ -184,40 +185,40 @@ def check_resume(
     """
     content = read_checkpoint(path)
     extract_state_dict(content, path=path, flag="--ckpt_path")  # which refuses weights that are not finite
-    record = content[RECORD]
     flag = f"--ckpt_path {path}"
+    record = TrainingRecord.from_dict(content[RECORD], source=flag)
     check_classes(record, splits, flag=flag)
-    if record["model"]["arch"] != config.arch:
-        raise UserError(f"{flag} holds a {record['model']['arch']}: give --model.arch {record['model']['arch']}.")
-    if record["model"]["optimizer"] != config.optimizer:
+    if record.model["arch"] != config.arch:
+        raise UserError(f"{flag} holds a {record.model['arch']}: give --model.arch {record.model['arch']}.")
+    if record.model["optimizer"] != config.optimizer:
         raise UserError(
-            f"{flag} holds the state of {record['model']['optimizer']}: give --model.optimizer {record['model']['optimizer']}, "
+            f"{flag} holds the state of {record.model['optimizer']}: give --model.optimizer {record.model['optimizer']}, "
             "or start a new training from it with --model.weights."
         )
-    if record.get("ema") and config.ema_decay is None:
+    if record.ema and config.ema_decay is None:
         raise UserError(
             f"{flag} holds a moving average, which this run would drop: give --model.ema_decay "
-            f"{record['model']['ema_decay']:g} to go on with it,\nor start a new training from its weights with --model.weights."
+            f"{record.model['ema_decay']:g} to go on with it,\nor start a new training from its weights with --model.weights."
         )
     with torch.device("meta"):
         groups = decay_groups(new_model(config.arch, num_classes=len(splits.classes)), config).values()
-    held = [len(group["params"]) for group in record["optimizer"]["param_groups"]]
+    held = [len(group["params"]) for group in record.optimizer["param_groups"]]
     if held != [len(parameters) for _, parameters in groups]:
         raise UserError(
             f"{flag} holds {count(len(held), 'group')} of parameters with a weight decay of their own, this run would have "
             f"{len(groups)}: give the same exceptions\n(--model.norm_weight_decay, --model.bias_weight_decay), or start a new "
             "training from it with --model.weights."
         )
-    changes = image_changes(record, splits)
-    inside = not record["complete"] and 0 < record["batches"] < record["batches_per_epoch"]
+    changes = image_changes(record.known_images, splits)
+    inside = not record.complete and record.batches > 0 and record.inside_epoch
     if inside and "train" in changes:
         raise UserError(
-            f"{flag} was written inside epoch {record['epoch'] + 1}, after {record['batches']} of "
-            f"{count(record['batches_per_epoch'], 'batch')}, and the images are others now:\n{changes['train']}. Their order is "
+            f"{flag} was written inside epoch {record.epoch + 1}, after {record.batches} of "
+            f"{count(record.batches_per_epoch, 'batch')}, and the images are others now:\n{changes['train']}. Their order is "
             "another one, so the rest of this epoch would repeat some and leave out others.\nPut the images back, "
             "go on from a checkpoint of an epoch's end, or start a new training from it with --model.weights."
         )
-    then = (record["steps_per_epoch"], record["batches_per_epoch"], record["accumulate"])
+    then = (record.steps_per_epoch, record.batches_per_epoch, record.accumulate)
     now = (plan.steps_per_epoch, plan.batches, plan.accumulate)
     if then != now:
         same, why = "the same --data.global_batch_size and accumulation", ""
@@ -228,23 +229,23 @@ def check_resume(
             f"and {then[2]} accumulated,\nthis run would have {now[0]}, of {now[1]} and {now[2]}{why}. Go on with {same},\n"
             "or start a new training from it with --model.weights."
         )
-    validated = record["complete"] or record["batches"] < record["batches_per_epoch"]  # or there was none to come
-    if last is not None and record["step"] >= last and validated:
+    validated = record.complete or record.inside_epoch  # or there was none to come
+    if last is not None and record.step >= last and validated:
         raise NothingToDo(
-            f"{flag} has already taken {record['step']} of {count(last, 'step')}: there is nothing left to train. "
+            f"{flag} has already taken {record.step} of {count(last, 'step')}: there is nothing left to train. "
             "Give a larger --trainer.max_epochs."
         )
     lines = _resume_lines(path, record, plan, {"model": asdict(config), "data": asdict(data), "seed_everything": seed})
     lines += [f"note  the images are others than in the run before: {change}" for change in changes.values()]
-    if inside and "images" not in record:
+    if inside and record.images is None:
         lines.append("note  the checkpoint does not say which images it is of: go on with the same ones, under the same names")
     return lines
 
 
-def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: dict[str, Any]) -> list[str]:
-    place = f"epoch {record['epoch'] + 1}" + (" (done)" if record["complete"] else f", batch {record['batches']}/{plan.batches}")
-    lines = [f"      goes on after step {record['step']}, {place}, of {path}"]
-    then = {"model": record["model"], "data": record["data"], "seed_everything": record["seed"]}
+def _resume_lines(path: str, record: TrainingRecord, plan: BatchPlan, settings: dict[str, Any]) -> list[str]:
+    place = f"epoch {record.epoch + 1}" + (" (done)" if record.complete else f", batch {record.batches}/{plan.batches}")
+    lines = [f"      goes on after step {record.step}, {place}, of {path}"]
+    then: dict[str, Any] = {"model": record.model, "data": record.data, "seed_everything": record.seed}
     changes = [
         f"--{part}.{name} {then[part].get(name)} -> {value}"
         for part in ("model", "data")
@@ -256,7 +257,7 @@ def _resume_lines(path: str, record: dict[str, Any], plan: BatchPlan, settings: 
     if then["seed_everything"] != settings["seed_everything"]:
         changes.append(f"--seed_everything {then['seed_everything']} -> {settings['seed_everything']}")
     lines += [f"note  changed since then, and this run's value counts: {change}" for change in changes]
-    if record["world_size"] != plan.world_size:
-        ranks = f"{record['world_size']} -> {count(plan.world_size, 'rank')}"
+    if record.world_size != plan.world_size:
+        ranks = f"{record.world_size} -> {count(plan.world_size, 'rank')}"
         lines.append(f"note  {ranks}: each step takes the same images, BatchNorm sees {plan.per_rank_batch} at a time")
     return lines

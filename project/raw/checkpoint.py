@@ -9,10 +9,11 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from project.data.image_list import describe_images
-from project.model.checkpoint_file import RECORD, copy_atomic, find_best
+from project.model.checkpoint_file import copy_atomic, find_best
 from project.model.ema import EMA
 from project.model.nonfinite import scores
 from project.model.optim import follow_recipe, recipe_of
+from project.model.training_record import RECORD, TrainingRecord
 from project.raw.data import ImageFolders
 from project.raw.module import Classifier
 
@@ -65,44 +66,44 @@ class State:
 
 def make_checkpoint(state: State, data: ImageFolders, place: Place, *, history: list[dict[str, float]]) -> dict[str, Any]:
     """The weights, and one record of plain values from which either trainer goes on."""
-    record = {
-        "model": asdict(state.module.config),
-        "data": asdict(data.config),
-        "classes": data.splits.classes,
-        "samples": len(data.splits.train),
-        "images": describe_images(data.splits),
-        "steps_per_epoch": data.plan.steps_per_epoch,
-        "batches_per_epoch": data.plan.batches,
-        "accumulate": data.plan.accumulate,
-        "world_size": data.ranks.world_size,
-        "seed": data.seed,
-        "epoch": place.epoch,
-        "step": place.step,
-        "batches": place.batches,
-        "complete": place.complete,
-        "pending": place.batches == data.plan.batches and not place.complete,
-        "metrics": place.metrics,
-        "best": dict(place.best),
-        "history": history,
-        "optimizer": state.optimizer.state_dict(),
-        "schedule": state.schedule.state_dict(),
-        "scaler": state.scaler.state_dict(),
-        "ema": {} if state.ema is None else state.ema.state_dict(),
-    }
-    return {"state_dict": state.module.model.state_dict(), RECORD: record}
+    record = TrainingRecord(
+        model=asdict(state.module.config),
+        data=asdict(data.config),
+        classes=data.splits.classes,
+        samples=len(data.splits.train),
+        images=describe_images(data.splits),
+        steps_per_epoch=data.plan.steps_per_epoch,
+        batches_per_epoch=data.plan.batches,
+        accumulate=data.plan.accumulate,
+        world_size=data.ranks.world_size,
+        seed=data.seed,
+        epoch=place.epoch,
+        step=place.step,
+        batches=place.batches,
+        complete=place.complete,
+        pending=place.batches == data.plan.batches and not place.complete,
+        metrics=place.metrics,
+        best=dict(place.best),
+        history=history,
+        optimizer=state.optimizer.state_dict(),
+        schedule=state.schedule.state_dict(),
+        scaler=state.scaler.state_dict(),
+        ema={} if state.ema is None else state.ema.state_dict(),
+    )
+    return {"state_dict": state.module.model.state_dict(), RECORD: record.to_dict()}
 
 
-def restore(record: dict[str, Any], state: State) -> Place:
+def restore(record: TrainingRecord, state: State) -> Place:
     """All as it was, with the rates of this run's recipe; returns the place to go on from."""
     recipe = recipe_of(state.optimizer)
-    state.optimizer.load_state_dict(record["optimizer"])
-    state.schedule.load_state_dict(record["schedule"])
-    if state.scaler.is_enabled() and record["scaler"]:
-        state.scaler.load_state_dict(record["scaler"])
-    if state.ema is not None and record["ema"]:
-        state.ema.load_state_dict(record["ema"])
+    state.optimizer.load_state_dict(record.optimizer)
+    state.schedule.load_state_dict(record.schedule)
+    if state.scaler.is_enabled() and record.scaler:
+        state.scaler.load_state_dict(record.scaler)
+    if state.ema is not None and record.ema:
+        state.ema.load_state_dict(record.ema)
     follow_recipe(state.optimizer, state.schedule, recipe)
-    place = Place(**{each.name: record[each.name] for each in fields(Place)})
+    place = Place(**{each.name: getattr(record, each.name) for each in fields(Place)})
     if place.complete:
         place.next_epoch()
     return place

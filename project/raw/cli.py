@@ -18,6 +18,7 @@ from project.runtime.process import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
     OneMessage,
+    as_it_will_run,
     decide_seed,
     find_checkpoint,
     follow_hardware,
@@ -139,8 +140,13 @@ class Settings:
 class Parser(OneMessage, ArgumentParser):
     """In the place of Lightning's."""
 
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """`--print_config` calls it inside of `parse_args`, before anything can be filled in there."""
+        return super().dump(as_it_will_run(namespace), *args, **kwargs)
 
-def _parser() -> ArgumentParser:
+
+def _parser(unknown: set[str]) -> ArgumentParser:
+    """Of this command; it reads `unknown` keywords of the trainer, too."""
     parser = Parser(
         prog="python -m project.fit_raw",
         description="Train with plain torch, from the same YAML and flags.",
@@ -153,6 +159,8 @@ def _parser() -> ArgumentParser:
     parser.add_class_arguments(TrainerConfig, "trainer", skip={"strategy", "logger"})
     for name, values in NEUTRAL.items():
         parser.add_argument(f"--trainer.{name}", type=_ANY, default=values[0], help="Lightning's; not implemented here.")
+    for name in unknown:
+        parser.add_argument(f"--trainer.{name}", type=_ANY, default=None, help="A newer Lightning's; not implemented here.")
     parser.add_class_arguments(ModelConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(CheckpointConfig, "checkpoint")
@@ -167,13 +175,23 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _left_alone(arguments: list[str]) -> set[str]:
+    """Keywords of a newer Lightning that a file of settings names with null, as `project.fit` saves what nobody has set.
+
+    With null they ask for nothing. Any other value is refused by name, since their defaults are not known here.
+    """
+    groups = [content.get("trainer") for content in read_yaml(arguments)] + read_yaml(arguments, flags=("--trainer",))
+    given = {name: value for group in groups if isinstance(group, dict) for name, value in group.items()}
+    return {name for name, value in given.items() if value is None} - {*TrainerConfig.__dataclass_fields__, *NEUTRAL}
+
+
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other  # 1 batch is not 1.0, all of them
 
 
-def _refuse_others(trainer: Namespace) -> None:
+def _refuse_others(trainer: Namespace, unknown: set[str]) -> None:
     """What Lightning would do and this trainer does not: named, never ignored."""
-    neutral = {**NEUTRAL, "logger": (None, True, False)}
+    neutral = {**NEUTRAL, "logger": (None, True, False), **dict.fromkeys(unknown, (None,))}
     values = vars(trainer)
     refused = [name for name, known in neutral.items() if not any(_same(values[name], value) for value in known)]
     if isinstance(trainer.strategy, dict) and not _honours(trainer.strategy):
@@ -216,8 +234,10 @@ def parse(arguments: list[str]) -> Settings:
         UserError: whatever cannot work, or is not implemented.
     """
     read_yaml(arguments, flags=FILES)
-    parser = _parser()
-    config = parser.parse_args(follow_hardware(arguments, parser.parse_args))
+    unknown = _left_alone(arguments)
+    parser = _parser(unknown)
+    config = parser.parse_args(arguments)
+    follow_hardware(config)
     config.pop("config", None)
     keep_whole_numbers(arguments, config.trainer)
     record = config.record
@@ -226,7 +246,7 @@ def parse(arguments: list[str]) -> Settings:
     drop_stale_variables(num_nodes=config.trainer.num_nodes)
     config.trainer.strategy = _read_strategy(config.trainer.strategy)
     check_hardware(config.trainer)
-    _refuse_others(config.trainer)
+    _refuse_others(config.trainer, unknown)
     check_numbers(config.trainer)
     trainer = config.trainer.clone()
     if started_by_others():

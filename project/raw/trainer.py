@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.data.mixing import Mixing
-from project.model.checkpoint_file import RECORD, extract_state_dict, read_checkpoint, write_atomic
+from project.model.checkpoint_file import extract_state_dict, read_checkpoint, write_atomic
 from project.model.ema import build_ema
 from project.model.nonfinite import training_tensors, unusable_line
 from project.model.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
+from project.model.training_record import RECORD, TrainingRecord
 from project.ranks.state_check import Advice, StateCheck
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
@@ -267,6 +268,7 @@ class Trainer:
         """Each rank reads the file itself: weights, optimizer, schedule, and the place in the epoch."""
         content = read_checkpoint(ckpt_path)
         self.module.model.load_state_dict(extract_state_dict(content, path=ckpt_path, flag="--ckpt_path"))
-        self.place, self.metrics.history = restore(content[RECORD], self.state), content[RECORD]["history"]
+        record = TrainingRecord.from_dict(content[RECORD], source=f"--ckpt_path {ckpt_path}")
+        self.place, self.metrics.history = restore(record, self.state), record.history
         if self.ranks.is_first and self.config.enable_checkpointing is not False:
             self.place.best = inherit_best(self.place.best, self.folder, ckpt_path=ckpt_path)

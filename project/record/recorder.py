@@ -17,7 +17,8 @@ from torch import Tensor, nn, optim
 from torch.autograd import Variable
 
 from project.data.loading import ResumableLoader
-from project.model.checkpoint_file import RECORD, extract_state_dict, read_checkpoint
+from project.model.checkpoint_file import extract_state_dict, read_checkpoint
+from project.model.training_record import RECORD
 from project.record.format import OF_THE_RUN, TENSORS, UNTIL, digest, tensor_file
 from project.runtime.errors import UserError
 
@@ -208,7 +209,8 @@ class Recorder:
         """As it was written: read back from the file."""
         content = read_checkpoint(os.fspath(path))
         tensors = extract_state_dict(content, path=os.fspath(path), flag="--record")
-        record = _flatten(content[RECORD])
+        # The version of its layout is no result: records of trainings before and after a change of it are compared.
+        record = _flatten({name: value for name, value in content[RECORD].items() if name != "version"})
         state = {name: digest(value, sketched=False) for name, value in tensors.items()}
         self._write("checkpoint", name=Path(path).name, keys=sorted(content), state_dict=state, record=record)
 

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,7 +92,7 @@ def keep_whole_numbers(arguments: list[str], trainer: Any) -> None:
         trainer: The `trainer` part of what was parsed.
     """
     for name in _WHOLE_OR_SHARE:
-        if type(trainer[name]) is not float:  # then no file need be read again
+        if type(trainer.get(name)) is not float:  # then no file need be read again
             continue
         given = given_value(arguments, "trainer", name)
         number = yaml.safe_load(given) if isinstance(given, str) else given
@@ -101,20 +100,33 @@ def keep_whole_numbers(arguments: list[str], trainer: Any) -> None:
             trainer[name] = number
 
 
-def follow_hardware(arguments: list[str], parse: Callable[[list[str]], Any]) -> list[str]:
-    """A command line with flags for precision and layout, as this machine's device is fast in, where nothing decides them.
+def follow_hardware(config: Any) -> None:
+    """Fill in precision and layout, as this machine's device is fast in, where neither a flag nor a file decides them.
 
     Args:
-        arguments: As `expand` leaves them.
-        parse: What becomes of them: flags and files have their say first, whatever form they have.
+        config: What was parsed; `trainer.precision` and `model.channels_last` are filled in where they are None.
+
+    Raises:
+        UserError: this machine does not have the devices that were asked for.
     """
-    silent = [argument for argument in arguments if argument.partition("=")[0] != PRINT]
-    config = parse(silent)
     device = find_device(str(config.trainer.accelerator))
     gpus = find_ranks(config.trainer.devices, device_type=device) if device == "cuda" else None
-    flags = [] if config.trainer.precision is not None else ["--trainer.precision", fast_precision(device, gpus)]
-    flags += [] if config.model.channels_last is not None else ["--model.channels_last", str(fast_layout(device, gpus)).lower()]
-    return [*silent, *flags, *(argument for argument in arguments if argument.partition("=")[0] == PRINT)]
+    if config.trainer.precision is None:
+        config.trainer.precision = fast_precision(device, gpus)
+    if config.model.channels_last is None:
+        config.model.channels_last = fast_layout(device, gpus)
+
+
+def as_it_will_run(config: Any) -> Any:
+    """A copy of a parsed command line with what follows from the hardware, for `--print_config`.
+
+    The parser has others of its kind for the classes among the settings: what those show is left alone.
+    """
+    if not {"trainer", "model"} <= set(vars(config)):
+        return config
+    shown = config.clone()
+    follow_hardware(shown)
+    return shown
 
 
 def read_yaml(arguments: list[str], *, flags: tuple[str, ...] = FILES[:2]) -> list[dict[str, Any]]:
