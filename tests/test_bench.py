@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from project.bench import main, parse
+from project.measure.bench import time_to_first_step
 from project.measure.bench.machine import describe, matrix_peak
 from project.measure.bench.paced_training import Count
 from project.measure.bench.results import Results, Table, lines, ratio, save_chart, save_json, spread
@@ -62,6 +63,8 @@ def test_table_json_and_chart(tmp_path: Path) -> None:
     assert {"torch", "lightning", "device"} <= content["machine"].keys()
     save_chart(results, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 5000
+    save_chart(results, tmp_path / "chart.svg")
+    assert "<svg" in (tmp_path / "chart.svg").read_text(encoding="utf-8")
 
 
 def test_a_matrix_product_has_a_speed() -> None:
@@ -148,3 +151,9 @@ def test_bench_step_on_a_gpu(tmp_path: Path) -> None:
     done = bench("step", "--batch", "64", "--rounds", "3", "--json", str(tmp_path / "step.json"), timeout=500)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["values"]["peak_flops"]["bfloat16"] > 1e13
+
+
+def test_a_start_that_takes_too_long_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_to_first_step, "LIMIT_S", 0.01)
+    with pytest.raises(UserError, match=r"^python -c '.*' took more than 0 s\. Its output:\n$"):
+        time_to_first_step.bench_start(devices=2, rounds=1, files=1)

@@ -98,4 +98,4 @@ def save_chart(results: Results, path: Path) -> None:
     axes.grid(axis="x", alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
+        figure.savefig(partial, format=path.suffix.removeprefix(".") or "png", dpi=120)
