@@ -8,7 +8,8 @@ from pathlib import Path
 
 from project.guard import ReplicaError
 from project.runtime.errors import BadImageError, UserError
-from project.runtime.process import ERROR_FILE, failure_said_at_once, run_command
+from project.runtime.launched import ERROR_FILE
+from project.runtime.process import failure_said_at_once, run_command
 
 rank = int(os.environ["RANK"])
 

@@ -274,7 +274,7 @@ def test_a_command_ends_with_the_one_that_has_started_it(tmp_path: Path) -> None
     command = "import os, time; from project.runtime.process import run_command; os.write(1, b'started'); "
     command += "run_command(lambda: time.sleep(60))"
     script = (
-        f"import subprocess, sys; from project.runtime.process import ends_with_this; c = [sys.executable, '-c', {command!r}]; "
+        f"import subprocess, sys; from project.runtime.launched import ends_with_this; c = [sys.executable, '-c', {command!r}]; "
     )
     script += "subprocess.Popen(c, **ends_with_this({})).wait()"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE)

@@ -12,7 +12,7 @@ import project.lit.cli
 from project.raw.cli import parse
 from project.raw.distributed import find_rank
 from project.runtime.errors import UserError
-from project.runtime.process import world_of_launcher
+from project.runtime.launched import world_of_launcher
 from project.settings.arguments import expand
 from tests.conftest import REPOSITORY, run_module
 

@@ -20,7 +20,7 @@ from project.parity.trainers import LIGHTNING, RAW, Trained, train
 from project.record.format import TENSORS
 from project.report.table import Column, head_line, row_line
 from project.runtime.files import write_text
-from project.runtime.process import python_module
+from project.runtime.launched import python_module
 
 _COLUMNS = (
     Column("fault", width=24),

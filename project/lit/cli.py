@@ -31,7 +31,7 @@ from project.model.nonfinite import IF_NOT_FINITE
 from project.preflight.refusals import check_devices, check_numbers
 from project.runtime.device import find_device, one_gpu_per_task
 from project.runtime.errors import UserError
-from project.runtime.process import drop_stale_variables, started_by_others
+from project.runtime.launched import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
     OneMessage,

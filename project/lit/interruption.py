@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.lit.checkpoint import Last
 from project.ranks.agreement import STOP, Agreement, Interrupted
 from project.report.lines import interrupted_line
-from project.runtime.process import end_at_once, started_by_others, started_by_us
+from project.runtime.launched import started_by_others, started_by_us
+from project.runtime.process import end_at_once
 from project.settings.config import CheckpointConfig
 
 

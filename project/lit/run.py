@@ -24,8 +24,8 @@ from project.record.recorder import check_record_folder
 from project.report.lines import accuracy, data_lines, run_lines
 from project.runtime.device import tune
 from project.runtime.errors import UserError
+from project.runtime.launched import is_first_rank, started_by_others, started_by_us
 from project.runtime.plurals import count
-from project.runtime.process import is_first_rank, started_by_others, started_by_us
 from project.settings.arguments import expand, flag_value, given_value
 from project.settings.plan import available_cores, count_epochs
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from project.parity.recorded_run import CannotTell, Run, load_run
-from project.runtime.process import python_module
+from project.runtime.launched import python_module
 from project.runtime.run_folder import newest_checkpoint
 from project.subprocesses.clean_process import last_lines, run_to_end
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from project.runtime.errors import UserError
-from project.runtime.process import ALIVE, ERROR_FILE, GRACE_S, SIGNALS, TWICE_S, python_module
+from project.runtime.launched import ALIVE, ERROR_FILE, python_module
+from project.runtime.process import GRACE_S, SIGNALS, TWICE_S
 from project.runtime.process_tree import kill_tree
 
 _SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30

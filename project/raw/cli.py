@@ -14,7 +14,7 @@ from project.raw.distributed import DDP_KEYWORDS
 from project.runtime.device import find_device, find_ranks
 from project.runtime.errors import UserError
 from project.runtime.files import replacing
-from project.runtime.process import drop_stale_variables, started_by_others
+from project.runtime.launched import drop_stale_variables, started_by_others
 from project.settings.arguments import (
     FILES,
     OneMessage,

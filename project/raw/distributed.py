@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from project.runtime.process import started_by_others, started_by_us
+from project.runtime.launched import started_by_others, started_by_us
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from project.raw.trainer import Trainer
 from project.record.recorder import check_record_folder
 from project.report.lines import closing_lines, data_lines, replaced_line, run_lines
 from project.runtime.device import tune
-from project.runtime.process import failure_said_at_once, is_first_rank, keep_errors, started_by_others, started_by_us
+from project.runtime.launched import is_first_rank, started_by_others, started_by_us
+from project.runtime.process import failure_said_at_once, keep_errors
 from project.settings.arguments import expand
 from project.settings.plan import BatchPlan, available_cores, count_epochs, count_steps
 

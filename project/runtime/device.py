@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 
 from project.runtime.errors import UserError
+from project.runtime.launched import started_by_others
 from project.runtime.plurals import count
-from project.runtime.process import started_by_others
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 ALL_GPUS = ("auto", "-1")  # values of trainer.devices

@@ -1,8 +1,7 @@
-"""What this process is, a rank or a command of its own, and how it ends: with an exit code, and a reason that is said once."""
+"""How a process ends, a rank or a command of its own: with an exit code, and a reason that is said once."""
 
 import atexit
 import contextlib
-import functools
 import gc
 import io
 import json
@@ -20,58 +19,16 @@ from typing import Any
 
 from project.runtime.errors import BadImageError, NothingToDo, UserError, WriteError
 from project.runtime.files import write_text
+from project.runtime.launched import ALIVE, ERROR_FILE, PARENT, end_with, is_first_rank, is_rank, own_rank, started_by_us
 
 try:
     import resource
 except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]  # mypy reads Linux's
 
-ALIVE = "LOCKSTEP_ALIVE_FD"  # a pipe that closes when the launcher ends; its presence marks a rank that we started
-PARENT = "LOCKSTEP_PARENT_FD"  # the same pipe of a command that has started this one
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name, so that a rank reports to either in the same way
 GRACE_S = 3.0  # after a rank has failed: for its own teardown, and for the other ranks
 TWICE_S = 0.5  # after which a second SIGINT is a person's, who does not want to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
-
-
-def started_by_us() -> bool:
-    return ALIVE in os.environ
-
-
-def started_by_others() -> bool:
-    """By torchrun, or by srun with one task per rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or ("SLURM_STEP_ID" in os.environ and "SLURM_NTASKS" in os.environ)
-
-
-def world_of_launcher() -> tuple[int, int]:
-    """All processes that torchrun or srun has started, and those on this node."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    world_size = int(os.environ["SLURM_NTASKS"])
-    return world_size, world_size // int(os.environ.get("SLURM_NNODES", "1"))
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for all."""
-    return _rank() == 0
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) if _is_rank() else 0
-
-
-def _is_rank() -> bool:
-    return started_by_us() or started_by_others()
-
-
-def drop_stale_variables(*, num_nodes: int) -> None:
-    """Forget the ranks of some other launch, which would make this one wait for processes that nobody starts."""
-    if not _is_rank():
-        for name in (*_INHERITED, *(() if num_nodes > 1 else ("NODE_RANK",))):
-            os.environ.pop(name, None)
-        for name in [name for name in os.environ if name.startswith("SLURM_")]:
-            del os.environ[name]
 
 
 _errors: Path | None = None  # a folder of the run, for what every rank says of its end
@@ -81,34 +38,6 @@ def keep_errors(run_folder: Path) -> None:
     """From now on a rank that fails says why in the run's folder, too: errors/rank-1.json."""
     global _errors
     _errors = run_folder / "errors"
-
-
-@functools.cache
-def _lifeline() -> int:
-    """The end for reading of a pipe; nobody closes the other end, which is closed when this process ends."""
-    return os.pipe()[0]
-
-
-def ends_with_this(environment: dict[str, str]) -> dict[str, Any]:
-    """Popen's keywords for a command of ours: a session of its own, which ends when this process does, however it ends."""
-    if os.name != "posix":
-        return {"env": environment}
-    return {"env": {**environment, PARENT: str(_lifeline())}, "pass_fds": [_lifeline()], "start_new_session": True}
-
-
-def python_module(module: str) -> tuple[str, ...]:
-    """The start of a command line that runs a module of ours, also where the current folder holds another `project`."""
-    return (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"), "-m", module)
-
-
-def _end_with(descriptor: int) -> None:
-    """End this process when the one that holds the other end of a pipe has ended, however it did."""
-
-    def watch() -> None:
-        os.read(descriptor, 1)
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # with the loader's processes
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 _is_command = False  # whether this process is one of our commands: elsewhere an exception is the caller's to hear
@@ -130,7 +59,7 @@ def fail(error: Exception) -> None:
     if not _is_command or _was_said(error):
         return
     code = report_failure(error)
-    if _is_rank():
+    if is_rank():
         timer = threading.Timer(GRACE_S, _end_now, [code])
         timer.daemon = True
         timer.start()
@@ -149,7 +78,7 @@ def report_failure(error: BaseException) -> int:
     if _errors is not None:
         with contextlib.suppress(OSError):  # which may be the very reason
             _errors.mkdir(exist_ok=True)
-            _write(_errors / f"rank-{_rank()}.json", text, code)
+            _write(_errors / f"rank-{own_rank()}.json", text, code)
     if started_by_us():
         _write(Path(os.environ[ERROR_FILE]), text, code)
         return code
@@ -160,7 +89,7 @@ def report_failure(error: BaseException) -> int:
         time.sleep(1.5 * GRACE_S)
         if code != 2:  # decided by all ranks together, and rank 0 has said it; a refusal may be this rank's alone
             return code
-        text = text.replace("error: ", f"error: rank {_rank()}: ", 1)
+        text = text.replace("error: ", f"error: rank {own_rank()}: ", 1)
     if code or is_first_rank():
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -179,7 +108,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
     chain = _chain(error)
     cause = next((e for e in chain if isinstance(e, UserError | BadImageError | WriteError)), None)
     report = next((e for e in chain if getattr(e, "is_report", False)), None)  # of the guard, which nothing here imports
-    rank = f"rank {_rank()}: " if _is_rank() else ""
+    rank = f"rank {own_rank()}: " if is_rank() else ""
     if isinstance(cause, NothingToDo):
         code, text = 0, f"{cause}\n"
     elif isinstance(cause, UserError):
@@ -256,13 +185,13 @@ def run_command(command: Callable[[], int]) -> None:
     if os.name == "posix":
         for name in (ALIVE, PARENT):
             if name in os.environ:
-                _end_with(int(os.environ[name]))
+                end_with(int(os.environ[name]))
         os.environ.pop(PARENT, None)  # the pipe is not what this process starts gets
     # c10d warns of each connection that breaks, with the frames of its C++: when a rank fails its reason is said instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     quiet_pillow()
     _allow_open_files()
-    if _is_rank():
+    if is_rank():
         for number in SIGNALS:  # until the training listens to them
             signal.signal(number, end_at_once)
     code: Any
@@ -277,7 +206,7 @@ def run_command(command: Callable[[], int]) -> None:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception as error:
         code = report_failure(error)
-        if _is_rank():  # no teardown that waits for ranks that have ended
+        if is_rank():  # no teardown that waits for ranks that have ended
             _end_now(code)
     atexit.register(_end_before_destructors, code)  # the last one to be registered is the first to be called
     sys.exit(code)

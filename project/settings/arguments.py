@@ -11,7 +11,7 @@ import yaml
 
 from project.runtime.device import ALL_GPUS, fast_layout, fast_precision, find_device, find_ranks, listed_gpus
 from project.runtime.errors import UserError
-from project.runtime.process import started_by_others, world_of_launcher
+from project.runtime.launched import started_by_others, world_of_launcher
 from project.runtime.run_folder import RUNS, newest_checkpoint
 from project.settings.config import CONFIGS, DIGITS
 

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.runtime.process import ends_with_this
+from project.runtime.launched import ends_with_this
 from project.runtime.process_tree import kill_tree
 
 _STALE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}

@@ -13,7 +13,7 @@ from torchvision.models import resnet50
 
 from project.data.transforms import Normalize
 from project.measure.bench.paced_training import Pace, remember_wrapped, take_device
-from project.runtime.process import started_by_us
+from project.runtime.launched import started_by_us
 from project.settings.plan import available_cores
 
 

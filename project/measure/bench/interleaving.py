@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from project.measure.bench.paced_training import ADDRESS
 from project.runtime.errors import UserError
-from project.runtime.process import ends_with_this, python_module
+from project.runtime.launched import ends_with_this, python_module
 from project.runtime.process_tree import kill_tree
 from project.subprocesses.clean_process import clean_environment
 

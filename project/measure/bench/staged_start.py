@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, cast
 
-from project.runtime.process import run_command, started_by_us
+from project.runtime.launched import started_by_us
+from project.runtime.process import run_command
 
 STAMPS = "LOCKSTEP_STAMPS"  # a file: one line of JSON for each stage that a process has reached
 

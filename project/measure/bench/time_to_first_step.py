@@ -11,7 +11,7 @@ from project.measure.bench.machine import describe
 from project.measure.bench.results import Results, Table, median, ratio
 from project.measure.bench.staged_start import STAMPS
 from project.runtime.errors import UserError
-from project.runtime.process import python_module
+from project.runtime.launched import python_module
 from project.runtime.progress import Bar
 from project.subprocesses.clean_process import last_lines, run_to_end
 

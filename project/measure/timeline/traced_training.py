@@ -5,7 +5,7 @@ from pathlib import Path
 
 from project.measure.timeline.rank_tracer import Plan
 from project.runtime.errors import UserError
-from project.runtime.process import python_module
+from project.runtime.launched import python_module
 from project.settings.arguments import flag_value
 from project.subprocesses.clean_process import last_lines, run_to_end
 

@@ -1,4 +1,4 @@
-"""Trainings that are killed at random moments and go on: `python -m tests.soak --rounds 20 [--impl lightning|raw] [--out DIR]`.
+"""Trainings that are killed at random moments and go on: `python -m project.measure.soak --rounds 20`.
 
 Each round is one training of two ranks that saves after every step. A few times a random rank, the launcher or all are killed
 (SIGKILL), or the launcher gets SIGTERM, at a random moment from its start on; it goes on with `--ckpt_path last`, and at last is
@@ -8,6 +8,7 @@ left to come to its end. Then its last.ckpt is compared, bit for bit, with that 
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +17,23 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.conftest import REPOSITORY, write_images
-from tests.test_resume import RUN, assert_equal, what_counts
+import torch
 
-COMMANDS = {"lightning": "project.fit", "raw": "project.fit_raw"}
+from project.model.checkpoint_file import read_checkpoint
+from project.model.training_record import RECORD
+from project.parity.small_training import SMALL, small_digits
+from project.parity.trainers import LIGHTNING, RAW
+from project.runtime.run_folder import newest_checkpoint
+
+COMMANDS = {"lightning": LIGHTNING, "raw": RAW}
 MARK = "LOCKSTEP_SOAK"  # in the environment of all processes of one training
-MORE = ["--devices", "2", "--max_epochs", "6", "--data.drop_last", "true", "--checkpoint.every_steps", "1"]
+FLAGS = [*SMALL, "--devices", "2", "--max_epochs", "6", "--checkpoint.every_steps", "1", "--trainer.accumulate_grad_batches", "2"]
+FLAGS += ["--data.global_batch_size", "8", "--data.train_size", "32", "--data.val_resize", "32", "--data.val_size", "32"]
+FLAGS += ["--model.ema_decay", "0.9", "--data.mixup_alpha", "0.2", "--model.warmup_epochs", "1"]
+# Of a checkpoint's record, what a training decides; the others say where and how it ran.
+DECIDED = ("epoch", "step", "batches", "complete", "optimizer", "schedule", "ema", "metrics")
 
 
 @dataclass
@@ -36,6 +47,15 @@ class Round:
     orphans: int = 0
     equal: bool = False
     note: str = ""
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """All that a training has changed, by its newest last.ckpt."""
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise ValueError(f"no checkpoint below {folder}")
+    content = read_checkpoint(newest)
+    return {"weights": content["state_dict"], **{name: content[RECORD][name] for name in DECIDED}}
 
 
 def marked(mark: str) -> list[int]:
@@ -66,9 +86,9 @@ def ranks_of(pids: list[int]) -> dict[int, int]:
 def start(impl: str, arguments: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
     mark = uuid.uuid4().hex
     with log.open("ab") as file:
-        command = [sys.executable, "-m", COMMANDS[impl], *arguments]
+        command = [*COMMANDS[impl], *arguments]
         environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=REPOSITORY, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
     return process, mark
 
 
@@ -89,10 +109,10 @@ def strike(process: subprocess.Popen[bytes], mark: str, victim: str, rank: int) 
     return "launcher"
 
 
-def soak(impl: str, seed: int, whole: dict[str, object], seconds: float, data: Path, out: Path) -> Round:
+def soak(impl: str, seed: int, whole: dict[str, Any], seconds: float, data: Path, out: Path) -> Round:
     """One round; `seconds` is how long the undisturbed training took."""
     chosen, found = random.Random(seed), Round(impl, seed)
-    arguments = [*RUN, *MORE, "--data.root", str(data), "--trainer.default_root_dir", str(out)]
+    arguments = [*FLAGS, "--data.root", str(data), "--trainer.default_root_dir", str(out)]
     arguments += ["--data.num_workers", chosen.choice(["0", "1"])]
     log = out.with_suffix(".log")
     for strikes_left in range(chosen.choice([1, 2, 2, 3]), -1, -1):
@@ -117,7 +137,7 @@ def soak(impl: str, seed: int, whole: dict[str, object], seconds: float, data: P
         if code == 0:
             break
     try:
-        assert_equal(what_counts(out), whole)
+        torch.testing.assert_close(result(out), whole, rtol=0, atol=0)
         found.equal = True
     except (AssertionError, ValueError) as error:
         found.note = str(error).splitlines()[0]
@@ -141,29 +161,26 @@ def table(rounds: list[Round]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--impl", choices=list(COMMANDS), action="append", help="Default: both.")
-    parser.add_argument("--seed", type=int, default=1, help="Of what is killed, and when.")
+    parser = argparse.ArgumentParser(prog="python -m project.measure.soak", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="Number of trainings of each trainer.")
+    parser.add_argument("--impl", choices=list(COMMANDS), action="append", help="Trainer. Default: both.")
+    parser.add_argument("--seed", type=int, default=1, help="Seed of what is killed, and when.")
     parser.add_argument("--out", type=Path, default=None, help="Keep logs and checkpoints here.")
     given = parser.parse_args()
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as temporary:
         out = given.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
-        data = out / "data"
-        for part, count in (("train", 11), ("val", 4)):
-            for k, label in enumerate(("ant", "bee")):
-                write_images(data / part / label, count - k * (part == "val"), shade=30 + 60 * k)
+        data = small_digits(out / "data")
         for impl in given.impl or list(COMMANDS):
             began = time.monotonic()
-            arguments = [*RUN, *MORE, "--data.root", str(data), "--trainer.default_root_dir", str(out / f"{impl}-whole")]
+            arguments = [*FLAGS, "--data.root", str(data), "--trainer.default_root_dir", str(out / f"{impl}-whole")]
             process, _ = start(impl, arguments, out / f"{impl}-whole.log")
             if process.wait(600) != 0:
                 sys.exit(f"the undisturbed training failed:\n{(out / f'{impl}-whole.log').read_text(encoding='utf-8')}")
             seconds = time.monotonic() - began
             print(f"{impl}: undisturbed in {seconds:.0f} s", flush=True)
-            whole = what_counts(out / f"{impl}-whole")
+            whole = result(out / f"{impl}-whole")
             for seed in range(given.seed, given.seed + given.rounds):
                 folder = out / f"{impl}-{seed}"
                 found = soak(impl, seed, whole, seconds, data, folder)
@@ -172,7 +189,7 @@ def main() -> int:
                 verdict = "equal" if found.equal else f"DIFFERS: {found.note}"
                 print(f"{impl} {seed}: {ends or 'not struck'}; {verdict}; {found.orphans} orphans", flush=True)
                 if found.equal and given.out is None:
-                    subprocess.run(["rm", "-rf", str(folder)], check=True)
+                    shutil.rmtree(folder)
     print(table(rounds))
     return 0 if all(each.equal and not each.orphans for each in rounds) else 1
 
