@@ -25,6 +25,7 @@ from project.model.checkpoint_file import read_checkpoint
 from project.model.training_record import RECORD
 from project.parity.small_training import SMALL, small_digits
 from project.parity.trainers import LIGHTNING, RAW
+from project.runtime.launched import ends_with_this
 from project.runtime.run_folder import newest_checkpoint
 
 COMMANDS = {"lightning": LIGHTNING, "raw": RAW}
@@ -88,7 +89,12 @@ def start(impl: str, arguments: list[str], log: Path) -> tuple[subprocess.Popen[
     with log.open("ab") as file:
         command = [*COMMANDS[impl], *arguments]
         environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            **ends_with_this(environment),
+        )
     return process, mark
 
 
