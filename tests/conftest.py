@@ -25,8 +25,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
+from tests.photographs import write_sample, write_tiny  # noqa: E402
+
 REPOSITORY = Path(__file__).parents[1]
-PHOTOS = REPOSITORY.parent / "shared" / "data"  # real photographs, where they are
+REAL = REPOSITORY.parent / "shared" / "data"  # real photographs, where they are
 
 # A small network and few steps: for what does not depend on the architecture.
 SMALL = ["--model.arch", "resnet18", "--model.zero_init_residual", "false"]
@@ -157,6 +159,31 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["LOCKSTEP_CACHE"]
     else:
         os.environ["LOCKSTEP_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of whole photographs that are drawn: no claim waits for real ones."""
+    return write_sample(tmp_path_factory.mktemp("photographs") / "imagenet-sample")
+
+
+@pytest.fixture(scope="session", params=["drawn", *(["real"] if REAL.is_dir() else [])])
+def photographs(request: pytest.FixtureRequest, drawn: Path) -> list[Path]:
+    """40 files; once the drawn ones, and once the real ones where these are."""
+    folder = drawn if request.param == "drawn" else REAL / "imagenet-sample"
+    return sorted(folder.glob("*/*.JPEG"))[:40]
+
+
+@pytest.fixture(scope="session")
+def photograph_folder(drawn: Path) -> Path:
+    """Class folders of whole photographs: the real ones where these are."""
+    return REAL / "imagenet-sample" if REAL.is_dir() else drawn
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`train` and `val` of ten classes of small photographs: the real ones where these are."""
+    return REAL / "tinyimagenet10" if REAL.is_dir() else write_tiny(tmp_path_factory.mktemp("photographs") / "tiny")
 
 
 def write_images(folder: Path, count: int, *, size: int = 40, shade: int = 0, start: int = 0) -> None:

@@ -16,7 +16,6 @@ from project.measure.bench.machine import describe, matrix_peak
 from project.measure.bench.paced_training import Count
 from project.measure.bench.results import Results, Table, lines, ratio, save_chart, save_json, spread
 from project.runtime.errors import UserError
-from tests.conftest import PHOTOS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -127,9 +126,8 @@ def test_a_contestant_that_cannot_start_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
-def test_bench_data_beats_the_classic_path(tmp_path: Path) -> None:
-    root = str(PHOTOS / "imagenet-sample")
+def test_bench_data_beats_the_classic_path(photograph_folder: Path, tmp_path: Path) -> None:
+    root = str(photograph_folder)
     done = bench("data", "--data.root", root, "--images", "40", "--rounds", "3", "--json", str(tmp_path / "data.json"))
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "data.json").read_text(encoding="utf-8"))["values"]

@@ -17,7 +17,7 @@ import project.lit.run as run
 from project.lit.checkpoint import newest_validation
 from project.model.checkpoint_file import RECORD
 from project.runtime.errors import UserError
-from tests.conftest import PHOTOS, REPOSITORY, SMALL, Finished, run_module
+from tests.conftest import REPOSITORY, SMALL, Finished, run_module
 
 Make = Callable[..., Path]
 
@@ -236,23 +236,22 @@ def test_torchrun_starts_as_many_processes_as_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
-def test_photographs(tmp_path: Path) -> None:
-    tiny = PHOTOS / "tinyimagenet10"
+def test_photographs_in_class_folders_are_trained_on(photograph_folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    train, val = (sum(1 for _ in (tiny_folder / part).rglob("*.JPEG")) for part in ("train", "val"))
     finished = run_module(
-        *("project.fit", "--config", "configs/imagenet_resnet50.yaml", *SMALL, "--data.root", tiny, "--devices", 2),
+        *("project.fit", "--config", "configs/imagenet_resnet50.yaml", *SMALL, "--data.root", tiny_folder, "--devices", 2),
         *("--strategy", "ddp", "--data.train_size", 64, "--data.val_resize", 64, "--data.val_size", 64, "--max_epochs", 1),
         *("--data.global_batch_size", 128, "--trainer.limit_train_batches", 8, "--trainer.default_root_dir", tmp_path),
         *("--data.num_workers", 1),  # in the precision that this processor is fast in
     )
     assert finished.code == 0, finished.err
-    assert "5,000 training and 500 validation images, 10 classes" in finished.out
+    assert f"{train:,} training and {val:,} validation images, 10 classes" in finished.out
     finished = run_module(
-        *("project.fit", *SMALL, "--data.root", PHOTOS / "imagenet-sample", "--trainer.limit_train_batches", 2),
+        *("project.fit", *SMALL, "--data.root", photograph_folder, "--trainer.limit_train_batches", 2),
         *("--max_epochs", 1, "--data.global_batch_size", 16, "--trainer.default_root_dir", tmp_path),
     )
     assert finished.code == 0, finished.err
-    assert "200 classes" in finished.out
+    assert f"{sum(1 for _ in photograph_folder.iterdir())} classes" in finished.out
     assert finished.err == ""
 
 

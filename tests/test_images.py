@@ -18,7 +18,6 @@ from project.data.transforms import Normalize, RandomResizedCrop, TrainTransform
 from project.runtime.errors import BadImageError
 from project.settings.config import DataConfig
 from project.settings.seed import seeded
-from tests.conftest import PHOTOS
 
 RGB = np.dstack([np.full((8, 8), value, dtype=np.uint8) for value in (200, 100, 50)])
 
@@ -91,20 +90,18 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         read_image(str(tmp_path / "missing.jpg"))
 
 
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
-def test_validation_pixels_are_those_of_torchvisions_preset() -> None:
+def test_validation_pixels_are_those_of_torchvisions_preset(photographs: list[Path]) -> None:
     preset = ResNet50_Weights.IMAGENET1K_V1.transforms()
-    for path in sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:10]:
+    for path in photographs[:10]:
         ours = Normalize()(val_transform(val_resize=256, val_size=224)(read_image(str(path)))[None])[0]
         torch.testing.assert_close(ours, preset(Image.open(path).convert("RGB")), rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the photographs are not there")
-def test_training_pixels_are_those_of_torchvisions_transforms_on_pillows_image() -> None:
+def test_training_pixels_are_those_of_torchvisions_transforms_on_pillows_image(photographs: list[Path]) -> None:
     """To the bit: how they are decoded and resized is faster, and nothing else."""
     ours = TrainTransform(DataConfig(), epochs=1)
     theirs = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
-    for number, path in enumerate(sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:40]):
+    for number, path in enumerate(photographs):
         with seeded(number):
             pixels = ours(read_pixels(str(path)), 0)
         with seeded(number):

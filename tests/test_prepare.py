@@ -31,7 +31,7 @@ from project.data.splits import load_splits
 from project.report.lines import data_lines
 from project.runtime.errors import NothingToDo, UserError, WriteError
 from project.settings.config import DataConfig
-from tests.conftest import PHOTOS, REPOSITORY, Finished, run_module, write_images
+from tests.conftest import REPOSITORY, Finished, run_module, write_images
 
 Make = Callable[..., Path]
 
@@ -208,10 +208,8 @@ def test_plain_lines_without_a_terminal(make_data: Make, tmp_path: Path, capsys:
     assert not multiprocessing.active_children()
 
 
-def test_photographs(tmp_path: Path) -> None:
-    if not PHOTOS.is_dir():
-        pytest.skip("the photographs are not there")
-    for path in sorted(PHOTOS.glob("imagenet-sample/*/*.JPEG"))[:8]:
+def test_a_prepared_photograph_is_the_smaller_one_of_its_shape(photographs: list[Path]) -> None:
+    for path in photographs[:8]:
         data = path.read_bytes()
         new = prepare_image(data, short_side=128, quality=90)
         with Image.open(path) as before, Image.open(io.BytesIO(new)) as after:
