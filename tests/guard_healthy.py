@@ -331,14 +331,14 @@ def train_something_else() -> None:
     """For longer than a rank may wait for another one, and without the guard."""
     model = nn.Linear(6, 2)
     ddp, data = DistributedDataParallel(model), Random(8)
-    guard = ReplicaGuard(ddp, sgd(model), quiet=True, timeout_s=4)
+    guard = ReplicaGuard(ddp, sgd(model), quiet=True, timeout_s=8)
     for images in guard(DataLoader(data, batch_size=2, sampler=DistributedSampler(data))):
         ddp(images).sum().backward()
     other = DistributedDataParallel(nn.Linear(512, 512))
     begun, over = time.monotonic(), torch.zeros(())
     while not over:
         other(torch.ones(64, 512)).sum().backward()
-        over.fill_(time.monotonic() > begun + 8)
+        over.fill_(time.monotonic() > begun + 13)
         dist.all_reduce(over)
     guard.check()
     guard.close()

@@ -10,6 +10,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def try_versions(name: str, python: str, tests: Sequence[str], folder: Path) -> 
     """A row of the table."""
     made = run([python, "-m", "venv", str(folder)], limit=120)
     inside = str(folder / "bin" / "python")
-    constraints = folder / "constraints.txt"
+    constraints = folder.parent / "constraints.txt"
     constraints.write_text("\n".join(lower_bounds() if name == "oldest" else []), encoding="utf-8")
     wanted = GUARD if name == "guard" else ("-e", ".[test]", "-c", str(constraints))
     if made.returncode == 0:
@@ -71,7 +72,7 @@ def try_versions(name: str, python: str, tests: Sequence[str], folder: Path) -> 
         ended = run([inside, "-m", "pytest", *tests], limit=3 * 3600, TMPDIR=str(folder.parent))
         said = ended.stdout.splitlines()[-1].strip("= ") if ended.stdout else f"exit code {ended.returncode}"
         print("\n".join(line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))))
-        said = f"`pytest {' '.join(tests)}`".replace(" `", "`") + f": {said}"
+        said = f"`{shlex.join(['pytest', *tests])}`: {said}"
     cells = [datetime.date.today().isoformat(), name, version, *(versions.get(each, "") for each in SHOWN), said]
     return f"| {' | '.join(cells)} |"
 

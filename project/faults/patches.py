@@ -172,7 +172,7 @@ def no_decay_on_batchnorm(original: Callable[..., optim.Optimizer]) -> Callable[
         weights = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim == 1]
         groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
-        return type(optimizer)(groups, **optimizer.defaults)  # type: ignore[arg-type]
+        return type(optimizer)(groups, **optimizer.defaults)  # type: ignore[arg-type]  # mypy knows the base class alone
 
     return build_optimizer
 
@@ -183,7 +183,7 @@ def decay_by_name(original: Callable[..., optim.Optimizer]) -> Callable[..., opt
         norms = [p for name, p in model.named_parameters() if "bn" in name]
         others = [p for name, p in model.named_parameters() if "bn" not in name]
         groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]
-        return type(optimizer)(groups, **optimizer.defaults)  # type: ignore[arg-type]
+        return type(optimizer)(groups, **optimizer.defaults)  # type: ignore[arg-type]  # mypy knows the base class alone
 
     return build_optimizer
 

@@ -827,8 +827,7 @@ class ReplicaGuard:
         self._hurry = False
         self._training_thread = threading.get_ident()
         self._seen_progress, self._seen_at = -1, time.monotonic()
-        self._stood_at: tuple[int, int] | None = None
-        self._stood_since = time.monotonic()
+        self._moved = time.monotonic()  # when the training thread last stood at another instruction
         self._pid = os.getpid()
         self._attach()
         self._excepthook = sys.excepthook = _LastWords(self, sys.excepthook)
@@ -1423,15 +1422,15 @@ class ReplicaGuard:
 
         Once the guard has failed, the next call of the training thread raises it. A rank that comes to no next call ends here.
         """
-        place, moved, called, before = None, time.monotonic(), time.monotonic(), -1
+        place, called, before = None, time.monotonic(), -1
         while not self._closed.wait(_POLL_S):
             if self._failed is None and self._store.waited() > self.timeout_s:
                 self._failed = _StoreLost(f"the store has not answered for {self._store.waited():.0f} s")
             now, (here, calls) = time.monotonic(), (self._instruction(), self._progress)
-            place, moved = (place, moved) if here == place else (here, now)
+            place, self._moved = (place, self._moved) if here == place else (here, now)
             before, called = (before, called) if calls == before else (calls, now)
             sure = self._waits(sure=True) and now - called > _RAISE_S + _ANSWER_S
-            if self._failed is not None and (sure or now - moved > _GONE_S or now - called > self.timeout_s + _GONE_S):
+            if self._failed is not None and (sure or now - self._moved > _GONE_S or now - called > self.timeout_s + _GONE_S):
                 _say(f"rank {self.rank} ends, since its training thread waits and {self._why_failed()}")
                 os._exit(1)
 
@@ -1490,22 +1489,19 @@ class ReplicaGuard:
             self._pending.popleft()
 
     def _look_for_hang(self) -> None:
-        now, place = time.monotonic(), self._instruction()
-        if place != self._stood_at:
-            self._stood_at, self._stood_since = place, now
+        if self.world_size == 1:  # which waits for nobody, however long it does something else
+            return
+        now = time.monotonic()
         if self._progress != self._seen_progress or not self._begun:
             self._seen_progress, self._seen_at = self._progress, now
             return
         waited = now - self._seen_at
-        if self.world_size == 1:  # which waits for nobody, however long it does something else
-            return
+        # A script may train something else for as long: then its calls come back.
+        still = self._phase.startswith(_WAITS) or now - self._moved > min(_SURE_S, self.timeout_s) / 2
         if waited > min(_SURE_S, self.timeout_s) and self._own_end is None and self._waits() and self._store.check(["ended"]):
             self._alarm("ended", waited=waited, **json.loads(self._store.get("ended")))
-        elif waited > self.timeout_s and self._waits():
-            # A script may train something else for as long: then its calls come back.
-            stands = self._phase.startswith(_WAITS) or now - self._stood_since > min(_SURE_S, self.timeout_s) / 2
-            if stands:
-                self._alarm("hang", waited=waited)
+        elif waited > self.timeout_s and still and self._waits():
+            self._alarm("hang", waited=waited)
 
     def _handled(self) -> BaseException | None:
         """The exception that the training thread handles now, as in an `except`, a `finally` or at the end of a `with`."""

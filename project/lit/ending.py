@@ -45,6 +45,6 @@ class ClosingLine(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning declares it nowhere
             folder = next((callback.folder for callback in callbacks if isinstance(callback, RunFolder)), None)
             print("\n".join(closing_lines(self.metrics.history, folder)), flush=True)

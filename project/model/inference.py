@@ -66,15 +66,9 @@ def load_trained(*, ckpt_path: str | None, weights: str | None, ema: bool = Fals
         raise UserError(f"{flag} {path} holds no ResNet of torchvision.")
     network = new_model(arch, num_classes=len(tensors["fc.weight"]))
     network.load_state_dict(tensors, strict=False)  # find_arch has compared names and shapes
-    if record is None:
-        classes, val_resize, val_size = (
-            [str(i) for i in range(len(tensors["fc.weight"]))],
-            DataConfig.val_resize,
-            DataConfig.val_size,
-        )
-    else:
-        classes, val_resize, val_size = record.classes, record.data["val_resize"], record.data["val_size"]
-    return Trained(network.eval(), arch, classes, _labels(classes), val_resize, val_size)
+    data = DataConfig() if record is None else DataConfig(**{name: record.data[name] for name in ("val_resize", "val_size")})
+    classes = [str(i) for i in range(len(tensors["fc.weight"]))] if record is None else record.classes
+    return Trained(network.eval(), arch, classes, _labels(classes), data.val_resize, data.val_size)
 
 
 def _labels(classes: list[str]) -> list[str]:

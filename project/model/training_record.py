@@ -24,10 +24,10 @@ class TrainingRecord:
         batches_per_epoch: Batches per rank of a whole epoch.
         accumulate: Batches per rank whose gradients make one step.
         world_size: Number of ranks.
-        seed: Of weights, order and augmentation.
+        seed: Seed of weights, order and augmentation.
         epoch: The running epoch, from 0.
         step: Optimizer steps since the first epoch.
-        batches: Of the running epoch, those that each rank has trained on.
+        batches: Batches of the running epoch that each rank has trained on.
         complete: Nothing of the epoch is left: all batches trained, its validation done or not due.
         pending: A validation after the newest batch is still to come.
         best: `path` and `top1` (a share from 0 to 1) of the best checkpoint so far; empty without one.
@@ -38,7 +38,7 @@ class TrainingRecord:
         schedule: State dict of the learning-rate schedule, which counts optimizer steps.
         scaler: State dict of the gradient scaler; empty where there is none.
         ema: State dict of the moving average; empty where there is none.
-        version: Of this layout.
+        version: Version of this layout.
     """
 
     model: dict[str, Any]

@@ -14,12 +14,12 @@ _WIDE = 1_000_000  # columns: rows are not broken, and names stay whole
 
 @dataclass(frozen=True)
 class Column:
-    """Of a table.
+    """A column of a table.
 
     Attributes:
-        title: Above it.
-        right: Its cells end below one another, as numbers do.
-        width: At least; where the rows are printed one by one, it keeps them below one another.
+        title: Text above the column.
+        right: Align the cells to the right, as numbers are.
+        width: Smallest width, in characters. It keeps cells aligned where rows are printed one by one.
     """
 
     title: str = ""
@@ -28,7 +28,7 @@ class Column:
 
 
 def new_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, head: bool = True, gap: int = 2) -> Table:
-    """For a console of rich's; cells are shown as they are, not as markup."""
+    """A table of rich's. Cells are shown as they are, not as markup."""
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=head)
     for column in columns:
         table.add_column(column.title, justify="right" if column.right else "left", min_width=column.width or None)
@@ -61,7 +61,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def head_line(columns: Sequence[Column], *, gap: int = 2) -> str:
-    """Of a table whose rows are printed while the next ones are computed."""
+    """The head of a table whose rows are printed while the next ones are computed."""
     [line] = table_lines(columns, [], gap=gap)
     return line
 
