@@ -115,7 +115,7 @@ def train(
     if guard:
         assert guard.finite()
         guard.close()
-        assert guard._verdict is None, guard._verdict
+        assert guard.report is None, guard.report
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

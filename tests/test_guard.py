@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.guard.replica_guard import _compare_ends, _compare_places, _compare_starts, _deadlock, checksums
+from project.guard.replica_guard import (
+    DifferentModules,
+    DifferentStart,
+    Hang,
+    OutOfStep,
+    RepeatedSamples,
+    checksums,
+    compare_ends,
+    compare_places,
+)
 from tests.conftest import REPOSITORY, Ran, run_jobs, run_module
 from tests.guard_healthy import BY_HAND, CASES
 from tests.run_ranks import free_port
@@ -352,7 +361,7 @@ def test_a_rank_whose_store_is_gone_ends(ends: str, tmp_path: Path) -> None:
         "gone": ("os._exit(0)", "time.sleep(100)"),
     }[ends]
     end = f"            if guard.steps == 9:\n                {first} if rank == 0 else {other}\n"
-    changes = [(WATCHED, watched if ends == "stopped" else f"{watched}\n    guard._device = torch.device('cuda')")]
+    changes = [(WATCHED, watched if ends == "stopped" else f"{watched}\n    guard.watchdog.device = torch.device('cuda')")]
     changes += [(LOOP, f"{LOOP}{end}"), ("import os\n", "import os\nimport time\n")]
     own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     result = run_jobs(tmp_path, [{"name": "gone", "text": changed(changes), "env": own, "timeout": 60}])["gone"]
@@ -417,12 +426,12 @@ def end(**changes: object) -> dict[str, object]:
 
 def test_an_epoch_that_uses_samples_twice_is_found() -> None:
     twice = [torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])]
-    finding, _ = _compare_ends([end(), end()], twice, good_step=2)
-    assert finding is not None
-    assert (finding["kind"], finding["repeats"], finding["different"], finding["own"]) == ("repeats", 1, 5, [0, 0])
+    breach, _ = compare_ends([end(), end()], twice, good_step=2)
+    assert isinstance(breach, RepeatedSamples)
+    assert (breach.repeats, breach.different, breach.own) == (1, 5, [0, 0])
     # Of 5 samples one must be repeated so that two ranks get 3 each.
     filled = [end(samples=5, spare=1)] * 2
-    assert _compare_ends(filled, twice, good_step=2) == (
+    assert compare_ends(filled, twice, good_step=2) == (
         None,
         "5 samples on 2 ranks, each once, 1 of them twice to fill up; weights equal at step 2",
     )
@@ -430,20 +439,19 @@ def test_an_epoch_that_uses_samples_twice_is_found() -> None:
 
 def test_modes_that_differ_in_the_first_forward_of_an_epoch_are_found() -> None:
     mode = "the model (Net) training"
-    finding, _ = _compare_ends([end(first=(9, {})), end(first=(9, {mode: "False"}))], [None, None], good_step=8)
-    assert finding is not None
-    assert (finding["kind"], finding["step"], finding["rows"]) == ("modules", 9, [["True"], ["False"]])
+    breach, _ = compare_ends([end(first=(9, {})), end(first=(9, {mode: "False"}))], [None, None], good_step=8)
+    assert breach == DifferentModules([mode], [["True"], ["False"]], step=9)
     alike = [end(first=(9, {mode: "False"}))] * 2
-    assert _compare_ends(alike, [None, None], good_step=8)[0] is None
+    assert compare_ends(alike, [None, None], good_step=8)[0] is None
 
 
 def test_other_parameters_are_found() -> None:
     other = dict.fromkeys(("settings", "loader", "modules", "data"), {})
     facts = [{**other, "parameters": {"fc.weight": f"[{n}, 4] torch.float32"}} for n in (2, 3)]
-    finding = _compare_starts(facts)
-    assert finding is not None
-    assert finding["names"] == ["fc.weight"]
-    assert _compare_starts([facts[0], facts[0]]) is None
+    breach = DifferentStart.find(facts)
+    assert breach is not None
+    assert breach.names == ["fc.weight"]
+    assert DifferentStart.find([facts[0], facts[0]]) is None
 
 
 def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | None = None) -> dict[str, object]:
@@ -453,13 +461,12 @@ def state(step: int, phase: str, *, idle: float = 0.0, runs: list[list[int]] | N
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     places = [state(4, "after forward", idle=11), state(5, "forward", idle=12)]
-    assert _deadlock(places, patience_s=10) == {"kind": "hang", "waited": 11}
-    assert _deadlock([places[0], places[0]], patience_s=10) is None  # for the same: perhaps the network is slow
-    assert _deadlock([places[0], state(5, "forward")], patience_s=10) is None  # one of them works
+    assert Hang.find(places, patience_s=10) == Hang(11)
+    assert Hang.find([places[0], places[0]], patience_s=10) is None  # for the same: perhaps the network is slow
+    assert Hang.find([places[0], state(5, "forward")], patience_s=10) is None  # one of them works
 
 
 def test_a_step_with_fewer_collectives_is_found_once_both_have_made_it() -> None:
     ahead, behind = state(6, "forward", runs=[[1, 1, 2], [5, 1, 1]]), state(4, "forward")
-    assert _compare_places([ahead, behind]) is None
-    finding = _compare_places([ahead, state(5, "forward")])
-    assert finding == {"kind": "out-of-step", "at": 5, "values": [[1, 1], [1, 2]]}
+    assert compare_places([ahead, behind]) is None
+    assert compare_places([ahead, state(5, "forward")]) == OutOfStep(5, [[1, 1], [1, 2]])

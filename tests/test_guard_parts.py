@@ -48,10 +48,10 @@ def seen(
         **facts,
     }
     stacked = [
-        {part: torch.stack([parts._sketch(values[rank][name]) for name in names]) for part, values in stages.items()}
+        {part: torch.stack([parts.sketch(values[rank][name]) for name in names]) for part, values in stages.items()}
         for rank, stages in enumerate([{"own": own, "reduced": reduced, "used": used or reduced}] * len(own))
     ]
-    return parts._compare_reduction([{"step": 2, "reduction": reduction}] * len(own), stacked)
+    return parts.WrongMean.find([{"step": 2, "reduction": reduction}] * len(own), stacked)
 
 
 def mean_of(own: list[dict[str, Tensor]], *, first: int = 0, times: float = 1.0) -> list[dict[str, Tensor]]:
@@ -67,16 +67,14 @@ def test_a_mean_is_within_rounding_and_a_scaled_one_is_not(ranks: int, dtype: to
         assert seen(own, mean_of(own, first=first)) is None
     for times in (1 / ranks, ranks, 1.5):
         finding = seen(own, mean_of(own, times=times))
-        assert finding["kind"] == "reduction"
-        assert finding["factors"] == pytest.approx([times] * ranks, rel=0.01)
-    assert seen(own, own)["kept"]
+        assert finding.factors == pytest.approx([times] * ranks, rel=0.01)
+    assert seen(own, own).kept
 
 
 def test_the_words_for_a_wrong_reduction_say_the_factor() -> None:
     own = gradients(2)
-    answers: Any = {0: ({}, None), 1: ({}, None)}
     for times, words in ((0.5, "is 0.5 times the mean of the ranks' own gradients: averaged twice"), (2.0, "2 times the mean")):
-        report = parts._report_reduction(seen(own, mean_of(own, times=times)), answers, 2)
+        report = seen(own, mean_of(own, times=times)).report({0: ({}, None), 1: ({}, None)}, 2)
         assert report.startswith("the gradient of step 2 is")
         assert words in report
         assert "reduction=False" in report
@@ -91,14 +89,14 @@ def test_a_hook_may_round_or_compress_and_not_scale() -> None:
     assert seen(own, rounded, hook="bf16_compress_hook") is None
     assert seen(own, sparse, hook="top_k") is None
     half = [{name: value / 2 for name, value in rank.items()} for rank in rounded]
-    assert seen(own, half, hook="mine")["factors"] == pytest.approx([0.5, 0.5], rel=0.01)
+    assert seen(own, half, hook="mine").factors == pytest.approx([0.5, 0.5], rel=0.01)
 
 
 def test_gradients_summed_once_more_after_backward_are_found_and_other_factors_are_nobodys_business() -> None:
     own = gradients(2)
     after = [{name: 2 * value for name, value in rank.items()} for rank in mean_of(own)]
     assert seen(own, mean_of(own), after) is None  # scaled by the script, or unscaled after a loss that was
-    assert seen(own, mean_of(own), after, collectives=len(SIZES))["after"]
+    assert seen(own, mean_of(own), after, collectives=len(SIZES)).after
 
 
 def test_what_is_not_finite_is_left_to_the_check_for_that() -> None:
@@ -123,23 +121,23 @@ class Files(Dataset[str]):
 
 
 def test_a_data_set_is_known_by_the_order_of_its_files_wherever_they_lie() -> None:
-    here = parts._identify(Files("/nfs/a/photos", ["x/1.jpg", "x/2.jpg", "y/3.jpg"]))
-    assert parts._identify(Files("/scratch/photos", ["x/1.jpg", "x/2.jpg", "y/3.jpg"])) == here
-    other = parts._identify(Files("/nfs/a/photos", ["x/2.jpg", "x/1.jpg", "y/3.jpg"]))
+    here = parts.identify(Files("/nfs/a/photos", ["x/1.jpg", "x/2.jpg", "y/3.jpg"]))
+    assert parts.identify(Files("/scratch/photos", ["x/1.jpg", "x/2.jpg", "y/3.jpg"])) == here
+    other = parts.identify(Files("/nfs/a/photos", ["x/2.jpg", "x/1.jpg", "y/3.jpg"]))
     assert other.keys() == here.keys() == {"paths", "labels"}
     assert other["paths"] != here["paths"]
 
 
 def test_parts_and_tensors_of_a_data_set_are_told_apart() -> None:
     whole = TensorDataset(torch.arange(12.0).reshape(6, 2))
-    own = parts._identify(Subset(whole, [0, 2, 4]))
+    own = parts.identify(Subset(whole, [0, 2, 4]))
     assert own.keys() == {"indices", "whole set's tensors 0"}
-    assert parts._identify(Subset(whole, [0, 2, 5]))["indices"] != own["indices"]
+    assert parts.identify(Subset(whole, [0, 2, 5]))["indices"] != own["indices"]
     changed = TensorDataset(whole.tensors[0].clone())
     changed.tensors[0][5, 1] += 1
-    assert parts._identify(Subset(changed, [0, 2, 4])) != own
-    assert parts._identify(ConcatDataset([whole, changed])) != parts._identify(ConcatDataset([changed, whole]))
-    assert len(parts._identify(ConcatDataset([whole, changed]))) == 2
+    assert parts.identify(Subset(changed, [0, 2, 4])) != own
+    assert parts.identify(ConcatDataset([whole, changed])) != parts.identify(ConcatDataset([changed, whole]))
+    assert len(parts.identify(ConcatDataset([whole, changed]))) == 2
 
 
 class Made(Dataset[Tensor]):
@@ -162,24 +160,24 @@ class Made(Dataset[Tensor]):
 
 def test_samples_are_compared_by_content_and_reading_them_touches_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     state, data = torch.get_rng_state(), Made(1, noise=1.0)
-    found = parts._contents(DataLoader(data))
+    found = parts.contents(DataLoader(data))
     assert len(found) == 8
-    assert found == parts._contents(DataLoader(Made(1, noise=1.0), num_workers=2))  # random ones are seeded alike
-    assert not set(found.values()) & set(parts._contents(DataLoader(Made(2, noise=1.0))).values())
+    assert found == parts.contents(DataLoader(Made(1, noise=1.0), num_workers=2))  # random ones are seeded alike
+    assert not set(found.values()) & set(parts.contents(DataLoader(Made(2, noise=1.0))).values())
     assert data.reads == 0
     assert torch.equal(torch.get_rng_state(), state)
-    assert parts._contents(DataLoader(Made(1, noise=1.0, own=True))) == {}  # they are others at each reading
-    assert parts._contents(DataLoader(Made(1, fail=True))) == {}
+    assert parts.contents(DataLoader(Made(1, noise=1.0, own=True))) == {}  # they are others at each reading
+    assert parts.contents(DataLoader(Made(1, fail=True))) == {}
     assert capfd.readouterr() == ("", "")
 
 
 def test_module_settings_name_the_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
-    before = parts._module_settings(model)
+    before = parts.module_settings(model)
     model[1].eval()
     model[2].p = 0.1
     model[0].weight.requires_grad_(False)
-    after = parts._module_settings(model)
+    after = parts.module_settings(model)
     assert {name: after[name] for name in after if after[name] != before.get(name)} == {
         "1 (BatchNorm1d) training": "False",
         "2 (Dropout) p": "0.1",
@@ -196,17 +194,20 @@ def test_nothing_of_the_guard_is_left_after_close(monkeypatch: pytest.MonkeyPatc
         model(batch[0]).sum().backward()
         optimizer.step()
         guard.step()
-    thread, own = guard._thread, weakref.ref(guard)
+    own, called = weakref.ref(guard), []
     assert sys.excepthook is not before
+    assert any(thread.name.startswith("replica-guard") for thread in threading.enumerate())
     guard.close()
     assert sys.excepthook is before
-    assert not thread.is_alive()
-    hooks = [model._forward_hooks, model._forward_pre_hooks, optimizer._optimizer_step_pre_hooks]
-    assert not any([*hooks, optimizer._optimizer_step_post_hooks, model.weight._post_accumulate_grad_hooks])
+    assert not any(thread.name.startswith("replica-guard") for thread in threading.enumerate())
+    monkeypatch.setattr(parts.Hook, "__call__", lambda *arguments: called.append(arguments))
+    model(torch.randn(1, 4)).sum().backward()
+    optimizer.step()
+    assert not called
     with pytest.raises(RuntimeError, match="this guard is closed"):
         guard.step()
     kept = weakref.ref(model)
-    del model, optimizer, hooks
+    del model, optimizer
     gc.collect()
     assert kept() is None  # although the guard is still there
     del guard
@@ -261,7 +262,7 @@ def test_an_epoch_that_ends_with_a_compared_step_is_not_compared_again(monkeypat
 
 def test_an_error_of_the_guard_itself_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1, 1)
-    monkeypatch.setattr(ReplicaGuard, "_look_for_hang", lambda self: {}["missing"])
+    monkeypatch.setattr(parts.Watchdog, "idle_s", lambda self: {}["missing"] if threading.current_thread().daemon else 0.0)
     guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="the guard itself has failed.* KeyError: 'missing'") as raised:
         guard.begin([])
@@ -275,7 +276,7 @@ def leave(guard: ReplicaGuard, error: BaseException | None) -> Any:
     found = []
     try:
         for number, _ in enumerate(guard(DataLoader(TensorDataset(torch.randn(3, 4))))):
-            found.append(next(iter(guard._passes.values())))
+            found.append(next(iter(guard.ledger.open.values())))
             if number == 1 and error is not None:
                 raise error
             if number == 1:
@@ -291,12 +292,12 @@ def test_a_loop_that_an_exception_ends_was_not_left(error: BaseException) -> Non
     guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     with pytest.raises(type(error)):
         leave(guard, error)
-    assert guard._own_end == {"ValueError": "ValueError: no cat", "SystemExit": "SystemExit: 1"}.get(
+    assert guard.ended_with == {"ValueError": "ValueError: no cat", "SystemExit": "SystemExit: 1"}.get(
         type(error).__name__, type(error).__name__
     )
     other = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     assert leave(other, None).ended
-    assert other._own_end is None
+    assert other.ended_with is None
 
 
 def test_a_store_that_fails_is_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +307,7 @@ def test_a_store_that_fails_is_called_lost(monkeypatch: pytest.MonkeyPatch) -> N
     def gone(*_: Any) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
-    monkeypatch.setattr(guard._store, "_store", type("Gone", (), dict.fromkeys(("check", "set", "get"), staticmethod(gone))))
+    monkeypatch.setattr(guard.channel, "store", type("Gone", (), dict.fromkeys(("check", "set", "get"), staticmethod(gone))))
     with pytest.raises(ReplicaError, match="can no longer reach the other ranks: DistNetworkError: Broken pipe"):
         guard.begin([])
     guard.close()
@@ -315,10 +316,10 @@ def test_a_store_that_fails_is_called_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_values_that_never_come_from_a_device_are_done_without() -> None:
     waits = threading.Event()
     began = time.monotonic()
-    assert parts._within(0.1, waits.wait) is None
+    assert parts.within(0.1, waits.wait) is None
     assert time.monotonic() - began < 5
     waits.set()
-    assert parts._within(5, lambda: 7) == 7
+    assert parts.within(5, lambda: 7) == 7
 
 
 @pytest.mark.parametrize("name", ["_dump_nccl_trace", "_dump_fr_trace"])
@@ -329,7 +330,7 @@ def test_the_last_collective_is_quoted_from_the_recorder_that_has_one(name: str,
     for other in ("_dump_nccl_trace", "_dump_fr_trace"):
         dumped = pickle.dumps({"entries": [entry] if other == name else []})
         monkeypatch.setattr(torch._C._distributed_c10d, other, lambda dumped=dumped: dumped, raising=False)
-    assert parts._last_collective() == "#7 nccl:all_reduce [[3]] started"
+    assert parts.last_collective() == "#7 nccl:all_reduce [[3]] started"
 
 
 class Group:
@@ -343,10 +344,10 @@ class Group:
 
 def test_the_group_timeout_is_read_and_else_is_the_backends_own() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert parts._group_timeout(Group(77), cuda) == 77
-    assert parts._group_timeout(Group(None), cpu) == dist.distributed_c10d.default_pg_timeout.total_seconds()
+    assert parts.Private.group_timeout_s(Group(77), cuda) == 77
+    assert parts.Private.group_timeout_s(Group(None), cpu) == dist.distributed_c10d.default_pg_timeout.total_seconds()
     if dist.distributed_c10d.default_pg_nccl_timeout is not None:  # of a build with NCCL
-        assert parts._group_timeout(Group(None), cuda) == 600
+        assert parts.Private.group_timeout_s(Group(None), cuda) == 600
 
 
 def test_a_store_without_clone_gets_a_connection_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,30 +355,38 @@ def test_a_store_without_clone_gets_a_connection_of_its_own(monkeypatch: pytest.
     server = dist.TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
     store = dist.PrefixStore("default_pg", server)
     monkeypatch.setattr(parts, "hasattr", lambda thing, name: name != "clone" and hasattr(thing, name), raising=False)
-    own, other = parts._clone(store), parts._clone(store)
+    own, other = parts.clone(store), parts.clone(store)
     own.set("key", "value")
     assert other.get("key") == store.get("key") == b"value"
     memory = dist.HashStore()
-    assert parts._clone(memory) is memory
+    assert parts.clone(memory) is memory
 
 
 def test_sample_numbers_of_ten_digits_take_no_more_room_than_others() -> None:
     """As identifiers are; a count for each number up to the largest would take 80 GB."""
     facts = [{"batches": 1, "samples": None, "spare": 0, "epoch": 1, "first": None}] * 2
     numbers = [torch.tensor([9_999_999_999, 5]), torch.tensor([9_999_999_998, 7])]
-    finding, line = parts._compare_ends(facts, numbers, good_step=1)
-    assert finding is None
+    breach, line = parts.compare_ends(facts, numbers, good_step=1)
+    assert breach is None
     assert line.startswith("4 samples on 2 ranks, each once")
 
 
-def test_nothing_is_collected_while_python_is_asked_for_its_threads() -> None:
+def test_nothing_is_collected_while_python_is_asked_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection there has ended in a deadlock of the guard's thread and one that was just being started."""
-    assert parts._of_threads(lambda: {0: gc.isenabled()}) == {0: False}
+    assert parts.of_threads(lambda: {0: gc.isenabled()}) == {0: False}
     assert gc.isenabled()
-    text = Path(parts.__file__).read_text(encoding="utf-8")
-    asked = [line for line in text.splitlines() if "sys._current_" in line]
-    assert asked
-    assert all("_of_threads(sys._current_" in line for line in asked)
+    asked = []
+    for name in ("frames", "exceptions"):
+        monkeypatch.setattr(parts.Private, name, lambda: asked.append(gc.isenabled()) or {})
+    model = nn.Linear(1, 1)
+    guard = ReplicaGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard.watchdog.stack()
+    guard.watchdog.handled()
+    guard.watchdog.waits()
+    guard.watchdog.look()
+    guard.close()
+    assert len(asked) >= 4
+    assert not any(asked)
 
 
 class Stream(IterableDataset[Tensor]):

@@ -12,7 +12,7 @@ from torch.optim import SGD
 import project.lit.run
 import project.raw.run
 from project.guard import ReplicaGuard
-from project.guard.replica_guard import _report_not_finite
+from project.guard.replica_guard import NotFinite
 from project.lit.cli import TrainCLI, ValidateCLI
 from project.lit.guard import ReplicaGuardCallback
 from project.model.checkpoint_file import extract_state_dict
@@ -85,9 +85,9 @@ def test_a_report_of_a_gradient_advises_the_trainers_user_by_flags() -> None:
     model = nn.Linear(2, 2)
     own, raw = ReplicaGuard(model, SGD(model.parameters(), lr=0.1), **callback.options), Guard(GuardConfig())
     raw.attach(model, SGD(model.parameters(), lr=0.1))
-    assert raw._guard is not None
-    for guard in (own, raw._guard):
-        report = _report_not_finite({"bad": 3, "step": 3, "advice": guard.if_not_finite}, {}, 1)
+    assert raw.replica_guard is not None
+    for guard in (own, raw.replica_guard):
+        report = NotFinite(3, guard.if_not_finite, step=3).report({}, 1)
         assert report.endswith(IF_NOT_FINITE)
         assert "--model.lr" in report
         assert "guard." not in report

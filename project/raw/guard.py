@@ -18,12 +18,12 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self._guard: ReplicaGuard | None = None
+        self.replica_guard: ReplicaGuard | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         config = self.config
         if config.every:
-            self._guard = ReplicaGuard(
+            self.replica_guard = ReplicaGuard(
                 model,
                 optimizer,
                 every=config.every,
@@ -35,24 +35,24 @@ class Guard:
 
     def epoch(self, loader: ResumableLoader[Any], *, batches: int) -> Iterator[Any]:
         """So many batches of a loader."""
-        if self._guard is None:
+        if self.replica_guard is None:
             yield from islice(loader, batches)
             return
-        this = self._guard.begin(loader)
+        this = self.replica_guard.begin(loader)
         for batch in islice(loader, batches):
-            self._guard.take(batch, this)
+            self.replica_guard.take(batch, this)
             yield batch
-        self._guard.end(this)
+        self.replica_guard.end(this)
 
     def step(self) -> None:
-        if self._guard is not None:
-            self._guard.step()
+        if self.replica_guard is not None:
+            self.replica_guard.step()
 
     def before_saving(self) -> None:
-        if self._guard is not None:
-            self._guard.before_saving()
+        if self.replica_guard is not None:
+            self.replica_guard.before_saving()
 
     def close(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-        self._guard = None
+        if self.replica_guard is not None:
+            self.replica_guard.close()
+        self.replica_guard = None

@@ -18,10 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import get_model
 
 from project.guard import ReplicaGuard
-from project.guard.replica_guard import _Reduction
+from project.guard.replica_guard import Observer, Reduction
 
 ARCH, SIZE, PAIRS = os.environ.get("ARCH", "resnet50"), int(os.environ.get("SIZE", "32")), int(os.environ.get("PAIRS", "15"))
 BATCH, EVERY = 32, 100
+TIMED = {  # what hooks call
+    Observer: ("before_module", "before_wrapper", "after_module", "before_update", "after_update"),
+    Reduction: ("complete", "end_backward"),
+}
 
 
 def main() -> None:
@@ -35,31 +39,30 @@ def main() -> None:
     def timed(call: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: object) -> None:
             nonlocal spent
+            if not watched:
+                return
             began = time.perf_counter()
             call(*arguments)
             spent += time.perf_counter() - began
 
         return run
 
-    for name in ("_complete", "_end_backward"):
-        setattr(_Reduction, name, timed(getattr(_Reduction, name)))
+    watched = True
+    for part, names in TIMED.items():
+        for name in names:
+            setattr(part, name, timed(getattr(part, name)))
     guard = ReplicaGuard(ddp, optimizer, every=EVERY, quiet=True)
-    hooks = [hook for m in (ddp, ddp.module) for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
-    hooks += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    calls = [timed(hook._call) for hook in hooks]
     this = guard.begin([])
 
-    def step(watched: bool) -> float:
-        for hook, call in zip(hooks, calls, strict=True):
-            hook._call = call if watched else None
+    def step(with_guard: bool) -> float:
+        nonlocal watched
+        watched = with_guard
         dist.barrier()
         began = time.perf_counter()
-        if watched:
-            timed(guard.take)(None, this)
+        timed(guard.take)(None, this)
         nn.functional.cross_entropy(ddp(images), target).backward()
         optimizer.step()
-        if watched:
-            timed(guard.step)()
+        timed(guard.step)()
         optimizer.zero_grad()
         return time.perf_counter() - began
 
@@ -67,8 +70,8 @@ def main() -> None:
         step(True)
     spent = 0.0
     pairs = [(step(True), step(False)) for _ in range(PAIRS)]
-    watched, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
-    each, guard.every = spent / PAIRS, 1
+    slow, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
+    each, guard.progress.every = spent / PAIRS, 1
     step(True)  # after which the gradients have their hooks
     checks = []
     for _ in range(5):
@@ -79,7 +82,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         share = (each + (check - each) / EVERY) / plain
         print(f"{ARCH}, {SIZE} px, batch {BATCH} on each of {dist.get_world_size()} ranks, {PAIRS} pairs of steps")
-        print(f"step, median: {1000 * plain:.1f} ms without the guard, {1000 * watched:.1f} ms with it")
+        print(f"step, median: {1000 * plain:.1f} ms without the guard, {1000 * slow:.1f} ms with it")
         said = f"{1000 * each:.2f} ms a step, {1000 * check:.1f} ms in one that compares: {100 * share:.2f} %"
         print(f"guard, in the training thread: {said}")
     dist.destroy_process_group()
