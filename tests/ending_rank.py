@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from project.raw.distributed import sum_over_ranks
+from project.ranks.tensors import sum_over_ranks
 from project.runtime.process import run_command
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])

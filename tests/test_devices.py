@@ -199,7 +199,7 @@ def test_sums_that_a_validation_has_begun_go_on_outside_of_it(mode: Callable[[],
         with mode():
             metrics.on_validation_start(trainer, module)
             metrics.on_validation_end(trainer, module)
-    assert [row["train/loss"] for row in metrics.history if "train/loss" in row] == [1.0, 3.0]
+    assert [row["train/loss"] for row in metrics.means.history if "train/loss" in row] == [1.0, 3.0]
     val = ValMetrics(num_classes=2)
     for context in (mode(), nullcontext()):
         with context:
@@ -438,7 +438,7 @@ def test_an_interval_of_metrics_has_no_barrier(monkeypatch: pytest.MonkeyPatch) 
         metrics.on_train_start(trainer, module)
         batch = (None, torch.zeros(4), torch.arange(4))
         metrics.on_train_batch_end(trainer, module, {"batch_loss": torch.tensor(1.0)}, batch, 0)
-        metrics._close_interval(trainer)
+        metrics.on_train_epoch_end(trainer, module)
     finally:
         dist.destroy_process_group()
     assert calls == []

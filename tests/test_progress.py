@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from project.raw.metrics import TrainMetrics
+from project.ranks.interval_means import IntervalMeans
 from project.raw.progress import Progress
 from project.runtime.progress import LINE_EVERY_S, Bar, epoch_name
 
 
 def train(*, enabled: bool = True) -> Progress:
     """Two batches and a validation of an epoch."""
-    metrics = TrainMetrics(torch.device("cpu"), world_size=1)
+    metrics = IntervalMeans(torch.device("cpu"), world_size=1)
     progress = Progress(metrics, enabled=enabled, last_epoch=2)
     progress.begin_epoch(0, batches=2)
     for done in (1, 2):

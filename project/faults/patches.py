@@ -21,7 +21,8 @@ from project.faults.fault import Patch
 from project.model.ema import EMA
 from project.model.optim import lr_factor
 from project.model.resnet import build_model
-from project.raw import data, distributed, trainer
+from project.ranks.tensors import sum_over_ranks
+from project.raw import data, trainer
 from project.raw.metrics import ValMetrics
 from project.raw.trainer import Trainer
 from project.settings.seed import mix, seeded
@@ -161,7 +162,7 @@ class MeanOfBatches(ValMetrics):
         self.means.append(added[:3] / added[3])
 
     def compute(self) -> dict[str, float]:
-        means = distributed.sum_over_ranks(torch.stack(self.means).mean(dim=0)) / dist.get_world_size()
+        means = sum_over_ranks(torch.stack(self.means).mean(dim=0)) / dist.get_world_size()
         values = zip(("loss", "top1", "top5"), means.tolist(), strict=True)
         return {**super().compute(), **{f"{self.prefix}{name}": value for name, value in values}}
 

@@ -1,6 +1,5 @@
 """Checkpoints: when Lightning writes them, what they say of the run, and what makes a resumed run exact."""
 
-import itertools
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,11 @@ from project.data.image_list import describe_images
 from project.lit.data import ImageFolders
 from project.lit.interchange import as_lightning, fit_loop
 from project.lit.module import Classifier
+from project.lit.private_lightning import validation_is_due
 from project.model.checkpoint_file import copy_atomic, find_best, write_atomic
 from project.model.nonfinite import scores
 from project.model.training_record import RECORD, TrainingRecord
+from project.ranks.tensors import equal_buffers
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -150,28 +151,18 @@ class EqualBuffers(Callback):
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._broadcast(trainer, pl_module)
+        self._broadcast(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._broadcast(trainer, pl_module)
+        self._broadcast(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._broadcast(trainer, pl_module)
+        self._broadcast(pl_module)
 
-    def _broadcast(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size == 1:
-            return
+    def _broadcast(self, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
         assert pl_module.model is not None
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        networks = [pl_module.model, *(ema.model for ema in pl_module.averages)]
-        for buffer in itertools.chain.from_iterable(network.buffers() for network in networks):
-            by_type.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_type.values():  # one message per type: 159 single ones take 18 times as long
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            torch.distributed.broadcast(flat, src=0)
-            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+        equal_buffers(pl_module.model, *(ema.model for ema in pl_module.averages))
 
 
 class PendingValidation(Callback):
@@ -190,10 +181,8 @@ class PendingValidation(Callback):
         self.validated = True
 
     def is_due(self, trainer: Trainer) -> bool:
-        """A validation after the newest batch is still to come: by Lightning's own rule, which it applies after that batch."""
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher) and not self.validated
+        """A validation after the newest batch is still to come."""
+        return validation_is_due(trainer) and not self.validated
 
     def epoch_is_complete(self, trainer: Trainer) -> bool:
         """Nothing of the running epoch is left to do: all batches trained, its validation done or not due."""

@@ -185,10 +185,10 @@ def default_callbacks(config: Any, given: list[Callback], *, ema: bool) -> list[
     ]
     callbacks.append(Record(pending))
     if config.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
-        callbacks.append(TrainingProgress(metrics))
+        callbacks.append(TrainingProgress(metrics.means))
     if config.fast_dev_run:
         return callbacks
-    callbacks += [Curves(metrics), ClosingLine(metrics)]
+    callbacks += [Curves(metrics.means), ClosingLine(metrics.means)]
     if config.enable_checkpointing is not False:
         # Best first, so that last.ckpt knows of it
         callbacks += [Best(), Last()] if config.limit_val_batches != 0 else [Last()]

@@ -4,15 +4,15 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.lit.metrics import TrainMetrics
+from project.ranks.interval_means import IntervalMeans
 from project.report.curves import draw_curves
 from project.runtime.progress import Interval
 
 
 class Curves(Callback):
-    """Draws what TrainMetrics has gathered; on rank 0."""
+    """Draws the rows of TrainMetrics; on rank 0."""
 
-    def __init__(self, metrics: TrainMetrics) -> None:
+    def __init__(self, metrics: IntervalMeans) -> None:
         self.metrics = metrics
         self.folder: Path | None = None  # set when the run folder is made
         self._minute = Interval()

@@ -4,9 +4,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from project.lit.metrics import TrainMetrics, sum_over_ranks
 from project.lit.module import Classifier
 from project.lit.run_folder import RunFolder
+from project.ranks.interval_means import IntervalMeans
+from project.ranks.tensors import sum_over_ranks
 from project.report.lines import closing_lines, replaced_line
 from project.runtime.errors import UserError
 from project.runtime.process import fail
@@ -32,7 +33,7 @@ def as_refusal(error: Exception) -> Exception:
 class ClosingLine(Callback):
     """The best top-1, the files, and how many unreadable images were replaced."""
 
-    def __init__(self, metrics: TrainMetrics) -> None:
+    def __init__(self, metrics: IntervalMeans) -> None:
         self.metrics = metrics
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
-from project.lit.metrics import TrainMetrics
+from project.ranks.interval_means import IntervalMeans
 from project.report.lines import epoch_line, status
 from project.runtime.progress import Bar, Interval, epoch_name
 
@@ -15,7 +15,7 @@ class TrainingProgress(ProgressBar):
     """Batches of the running epoch or validation, images per second over all ranks, and the share of time that rank 0
     waited for data."""
 
-    def __init__(self, metrics: TrainMetrics) -> None:
+    def __init__(self, metrics: IntervalMeans) -> None:
         super().__init__()
         self.metrics = metrics
         self.bar = Bar()
@@ -79,7 +79,7 @@ class TrainingProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            images_per_s, wait = self.metrics.epoch_speed(trainer.world_size)
+            images_per_s, wait = self.metrics.epoch_speed()
             line = epoch_line(
                 self.metrics.epoch_loss,
                 trainer.callback_metrics,

@@ -2,7 +2,7 @@
 
 import time
 
-from project.raw.metrics import TrainMetrics
+from project.ranks.interval_means import IntervalMeans
 from project.report.lines import epoch_line, status
 from project.runtime.progress import Bar, Interval, epoch_name
 
@@ -11,7 +11,7 @@ class Progress:
     """Batches of the running epoch or validation, images per second over all ranks, and the share of time that rank 0
     waited for data."""
 
-    def __init__(self, metrics: TrainMetrics, *, enabled: bool, last_epoch: int | None) -> None:
+    def __init__(self, metrics: IntervalMeans, *, enabled: bool, last_epoch: int | None) -> None:
         self.metrics, self.last_epoch = metrics, last_epoch
         self.bar = Bar(enabled=enabled)
         self.minute = Interval()

@@ -16,9 +16,10 @@ from project.preflight.refusals import check_loaders, check_recipe, check_resume
 from project.ranks.agreement import Interrupted
 from project.ranks.launch import launch
 from project.ranks.same_settings import check_alike, shared_settings
+from project.ranks.tensors import sum_over_ranks
 from project.raw.cli import Settings, TrainerConfig, parse
 from project.raw.data import ImageFolders, plan_batches
-from project.raw.distributed import Ranks, find_rank, gather, process_group, sum_over_ranks
+from project.raw.distributed import Ranks, find_rank, gather, process_group
 from project.raw.guard import Guard
 from project.raw.interruption import Interruption
 from project.raw.module import Classifier

@@ -16,14 +16,16 @@ from project.model.ema import build_ema
 from project.model.nonfinite import training_tensors, unusable_line
 from project.model.optim import build_optimizer, build_schedule, may_fuse, warmup_steps
 from project.model.training_record import RECORD, TrainingRecord
+from project.ranks.interval_means import IntervalMeans
 from project.ranks.state_check import Advice, StateCheck
+from project.ranks.tensors import equal_buffers
 from project.raw.checkpoint import Place, State, inherit_best, make_checkpoint, restore
 from project.raw.cli import TrainerConfig
 from project.raw.data import ImageFolders
-from project.raw.distributed import Ranks, ddp_options, equal_buffers, wrap
+from project.raw.distributed import Ranks, ddp_options, wrap
 from project.raw.guard import Guard
 from project.raw.interruption import Interruption
-from project.raw.metrics import TrainMetrics, ValMetrics
+from project.raw.metrics import ValMetrics
 from project.raw.module import Classifier
 from project.raw.precision import Precision
 from project.raw.progress import Progress
@@ -107,7 +109,7 @@ class Trainer:
         self.val_batches = limit_batches(len(self.val_loader), config.limit_val_batches)
         self.check_state = StateCheck(self.device)
         self.place = Place()
-        self.metrics = TrainMetrics(self.device, world_size=self.ranks.world_size)
+        self.metrics = IntervalMeans(self.device, world_size=self.ranks.world_size)
         folder = self.folder if self.ranks.is_first else None
         self.logger = Logger(folder, rows=config.logger is not False, ema=self.ema is not None)
         shown = self.ranks.is_first and config.enable_progress_bar is not False
