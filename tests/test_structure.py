@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.conftest import REPOSITORY
 PROJECT = REPOSITORY / "project"
 
 ALONE = ("settings", "data", "model", "runtime", "report", "record", "preflight", "subprocesses", "parity")
+PRIVATE = {"project/ranks/private_torch.py", "project/lit/private_lightning.py"}
+DOCUMENTED = {"os._exit", "atexit._run_exitfuncs"}  # of Python; the second, although it is not, has the name since 3.0
 
 
 def lint(folder: Path) -> int:
@@ -52,6 +55,38 @@ def test_what_knows_no_process_group_talks_to_none(room: str) -> None:
                     *(f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names),
                 ]
                 assert not any("torch.distributed" in name or name.endswith("distributed") for name in names), file
+
+
+def private_names(text: str) -> list[str]:
+    """What a file uses of other people's private names: attributes, imports, and names given to getattr and the like."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            of_its_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not of_its_own and ast.unparse(node) not in DOCUMENTED:
+                found.append(ast.unparse(node))
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if name.startswith("_") and not name.startswith("__")]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "vars"):
+            strings = [given.value for given in node.args if isinstance(given, ast.Constant) and isinstance(given.value, str)]
+            found += [name for name in strings if name.startswith("_") and not name.startswith("__")]
+    return found
+
+
+def test_private_names_of_others_are_in_one_file_for_each_library() -> None:
+    assert private_names("from torch._C import x\ngetattr(model, '_orig_mod')\nddp._reducer\nself._own\n") == [
+        "_C",
+        "_orig_mod",
+        "ddp._reducer",
+    ]
+    for path in sorted(PROJECT.rglob("*.py")):
+        name, text = path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8")
+        if path.name == "replica_guard.py":  # which is copied alone
+            text, own = text.split("\nclass Private:\n")
+            assert private_names(textwrap.dedent(own))
+        assert name in PRIVATE or private_names(text) == [], name
+    assert all(private_names((REPOSITORY / name).read_text(encoding="utf-8")) for name in PRIVATE)
 
 
 @pytest.mark.parametrize("folder", ["project", "tests"])

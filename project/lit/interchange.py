@@ -6,6 +6,7 @@ from typing import Any
 import lightning
 import torch
 
+from project.lit.private_lightning import BATCHES_THAT_STEPPED
 from project.model.training_record import RECORD, TrainingRecord
 
 
@@ -70,7 +71,7 @@ def fit_loop(record: TrainingRecord) -> dict[str, Any]:
     return {
         "state_dict": {"combined_loader": [_place(record)]},
         "epoch_progress": epochs,
-        "epoch_loop.state_dict": {"_batches_that_stepped": step if complete else step - 1},
+        "epoch_loop.state_dict": {BATCHES_THAT_STEPPED: step if complete else step - 1},
         "epoch_loop.batch_progress": {**trained, "is_last_batch": not inside},
         "epoch_loop.scheduler_progress": _without(stepped, "started", "processed"),
         "epoch_loop.automatic_optimization.state_dict": {},

@@ -3,11 +3,12 @@
 import sys
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.lit.checkpoint import Last
+from project.lit.private_lightning import react_to_sigterm
 from project.ranks.agreement import STOP, Agreement, Interrupted
+from project.ranks.private_torch import default_store
 from project.report.lines import interrupted_line
 from project.runtime.launched import started_by_others, started_by_us
 from project.runtime.process import end_at_once
@@ -25,13 +26,12 @@ class Interruption(Callback):
         self.agreement: Agreement | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if started_by_us() or started_by_others():  # Lightning's own handler, until the first step; it offers no public way
-            trainer._signal_connector._sigterm_notifier_fn = end_at_once  # type: ignore[method-assign,assignment]
+        if started_by_us() or started_by_others():  # until the first step
+            react_to_sigterm(trainer, end_at_once)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        together = dist.is_available() and dist.is_initialized()
         self.agreement = Agreement(
-            dist.distributed_c10d._get_default_store().clone() if together else dist.HashStore(),
+            default_store(),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             every_steps=self.config.every_steps if self.last else 0,

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.data.splits import Splits
 from project.lit.data import ImageFolders, plan_batches, total_steps
 from project.lit.module import Classifier
+from project.lit.private_lightning import val_check_seconds
 from project.model.resnet import check_num_classes
 from project.preflight.refusals import check_loaders, check_recipe, check_resume, check_weights
 from project.ranks.same_settings import check_alike, shared_settings
@@ -49,7 +50,7 @@ def check_validations(trainer: Trainer, plan: BatchPlan) -> None:
     """Validations inside an epoch come after the same batch on all ranks, and after an optimizer step."""
     if trainer.limit_val_batches == 0:
         return
-    seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]  # Lightning declares it nowhere
+    seconds = val_check_seconds(trainer)
     if seconds is not None:
         raise UserError(
             f"--trainer.val_check_interval of {seconds:g} s: each rank would look at its own clock, and some would validate "

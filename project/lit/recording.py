@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO
 
 from project.lit.module import Classifier
 from project.model.nonfinite import Ruined
@@ -58,13 +58,21 @@ class Recording(Callback):
         self.recorder.close()
 
 
-class RecordingIO(_WrappingCheckpointIO):
-    """Records each checkpoint as it has been written."""
+class RecordingIO(CheckpointIO):
+    """Records each checkpoint as it has been written by the CheckpointIO that was there before."""
 
-    def __init__(self, checkpoint_io: Any, recorder: Recorder) -> None:
-        super().__init__(checkpoint_io)
-        self.recorder = recorder
+    def __init__(self, checkpoint_io: CheckpointIO, recorder: Recorder) -> None:
+        self.inner, self.recorder = checkpoint_io, recorder
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
         self.recorder.checkpoint(path)
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        return self.inner.load_checkpoint(path, *arguments, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()

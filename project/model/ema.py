@@ -33,7 +33,8 @@ class EMA:
         ours, theirs = _values(self.model), _values(model)
         floating = [k for k, value in enumerate(ours) if value.is_floating_point()]
         if step - self.every <= self.warmup_steps:  # so is the first one after warm-up, as in torchvision's train.py
-            torch._foreach_copy_([ours[k] for k in floating], [theirs[k] for k in floating])
+            for k in floating:
+                ours[k].copy_(theirs[k])
         else:
             self._average([ours[k] for k in floating], [theirs[k] for k in floating], 0)
         for average, value in zip(ours, theirs, strict=True):

@@ -10,6 +10,12 @@ from project.runtime.errors import UserError
 from project.runtime.plurals import count
 from project.settings.config import ModelConfig
 
+NORMS = (  # with their Sync and Lazy forms
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.GroupNorm, nn.LayerNorm),
+)
+
 
 def may_fuse(*, precision: str, clips: bool) -> bool:
     """Whether the optimizer may be fused: it then unscales gradients itself, too late for clipping.
@@ -28,7 +34,7 @@ def decay_groups(model: nn.Module, config: ModelConfig) -> dict[str, tuple[float
     kinds: dict[nn.Parameter, str] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            norm = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm)
+            norm = isinstance(module, NORMS)
             kinds[parameter] = "norms" if norm else "biases" if name == "bias" else "weights"
     decays = {"weights": config.weight_decay, "norms": config.norm_weight_decay, "biases": config.bias_weight_decay}
     groups: dict[float, tuple[list[str], list[nn.Parameter]]] = {}

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from project.ranks.agreement import STOP, Agreement, Interrupted
+from project.ranks.private_torch import default_store
 from project.raw.distributed import Ranks
 from project.report.lines import interrupted_line
 from project.settings.config import CheckpointConfig
@@ -18,7 +17,7 @@ class Interruption:
     def __init__(self, config: CheckpointConfig, ranks: Ranks) -> None:
         self.is_first = ranks.is_first
         self.agreement = Agreement(
-            dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore(),
+            default_store(),
             rank=ranks.rank,
             world_size=ranks.world_size,
             every_steps=config.every_steps,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd import Variable
 
 from project.data.loading import ResumableLoader
 from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.model.training_record import RECORD
+from project.ranks.private_torch import after_backward, is_compiled
 from project.record.format import OF_THE_RUN, TENSORS, UNTIL, digest, tensor_file
 from project.runtime.errors import UserError
 
@@ -112,7 +112,7 @@ class Recorder:
         self.model, self._step = model, step
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         loader.watch = self._batch
-        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        compiled = is_compiled(model)
         model.register_forward_hook(torch.compiler.disable(self._forward) if compiled else self._forward)
         criterion.register_forward_hook(self._loss)
         for parameter in self._names:
@@ -152,10 +152,10 @@ class Recorder:
             self._in_backward = True
             # Called at the end of this backward. By then DDP has asked for the same, to wait for its buckets and to copy
             # them back; asking again from there comes after it.
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            after_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        Variable._execution_engine.queue_callback(self._reduce)
+        after_backward(self._reduce)
 
     def _reduce(self) -> None:
         self._in_backward = False

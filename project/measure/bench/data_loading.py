@@ -1,6 +1,7 @@
 """`bench data` and `bench memory`: images per second and core from files to a batch, and the memory of loader processes."""
 
 import itertools
+import multiprocessing
 import os
 import tempfile
 import time
@@ -152,7 +153,7 @@ def bench_memory(*, entries: int, workers: int, epochs: int = 2) -> Results:
         for epoch in range(epochs):
             bar.open(f"epoch {epoch + 1}/{epochs}", len(loader))
             iterator = iter(loader)
-            pids = [process.pid for process in iterator._workers]
+            pids = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
             for number, _ in enumerate(iterator):
                 bar.advance(number, "")
                 if number == 20 or number % (len(loader) // 8) == 0 and number:

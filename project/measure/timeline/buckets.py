@@ -8,7 +8,7 @@ from project.runtime.errors import UserError
 
 
 def bucket_contents(log: dict[str, Any], parameters: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Each bucket's parameters and bytes, from what DDP's `_get_ddp_logging_data()` says.
+    """Each bucket's parameters and bytes, from what DDP's reducer logs (`private_torch.reducer_log`).
 
     Args:
         log: DDP makes its buckets anew after the first backward, in the order in which gradients were ready, and then logs

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from project.measure.timeline.buckets import bucket_contents
+from project.ranks.private_torch import after_backward, is_compiled, reducer_log, reducer_parameters
 from project.runtime.errors import UserError
 from project.runtime.files import replacing
 
@@ -112,7 +113,7 @@ class Tracer:
         Raises:
             UserError: the model has been compiled, and so has no layers to be timed.
         """
-        if getattr(model, "_compiled_call_impl", None) is not None:
+        if is_compiled(model):
             raise UserError("--model.compile true: a compiled network has no layers that can be timed. Leave it out.")
         self.model, self.wrapper, self.normalize, self.criterion = model, wrapper, normalize, criterion
         self.arch, self.batch = arch, batch
@@ -188,14 +189,13 @@ class Tracer:
 
     def _backward(self, _: Any) -> None:
         """Backward begins. DDP queues its wait for the buckets at the last gradient: before `reduced`, after `computed`."""
-        engine = torch.autograd.Variable._execution_engine
 
         def computed() -> None:
             mark("computed")
-            engine.queue_callback(lambda: mark("reduced"))
+            after_backward(lambda: mark("reduced"))
 
         mark("backward fc")
-        engine.queue_callback(computed)
+        after_backward(computed)
 
     def _clock_offset(self) -> ClockOffset:
         """This rank's against rank 0's; one rank after the other."""
@@ -274,9 +274,8 @@ class Tracer:
         if not isinstance(self.wrapper, DistributedDataParallel):
             return []
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        parameters, _ = self.wrapper._build_params_for_reducer()
-        log = self.wrapper._get_ddp_logging_data()
-        return bucket_contents(log, [(names.get(p, "?"), p.numel() * p.element_size()) for p in parameters])
+        parameters, log = reducer_parameters(self.wrapper), reducer_log(self.wrapper)
+        return bucket_contents(log, [(names.get(p, "?"), p.numel() * p.element_size()) for p in parameters]) if log else []
 
 
 def _mark_backward(output: Tensor, group: str) -> None:
