@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 
 import project.raw.cli
 from project.lit.cli import TrainCLI
+from project.runtime import device
 from project.runtime.device import fast_layout, fast_precision
 from project.settings.arguments import _WHOLE_OR_SHARE, expand, flag_value, keep_whole_numbers
 from project.settings.config import CONFIGS
@@ -43,9 +44,9 @@ def write(path: Path, **content: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("has", "precision"), [({"avx512_bf16": True}, "bf16-mixed"), ({"avx512_bf16": False}, "32-true")])
-def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, parsed: Parsed, has: dict[str, bool], precision: str) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+@pytest.mark.parametrize(("has", "precision"), [(["avx512_bf16"], "bf16-mixed"), ([], "32-true")])
+def test_precision_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, parsed: Parsed, has: list[str], precision: str) -> None:
+    monkeypatch.setattr(device, "bfloat16_instructions", lambda: has)
     assert fast_precision("cpu") == precision
     assert precision_and_layout(parsed("--data.root", "x", "--accelerator", "cpu")) == (precision, True)
 
@@ -66,7 +67,7 @@ def test_precision_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, parsed: Pars
 def test_what_a_flag_or_a_file_of_any_form_says_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, parsed: Parsed, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(device, "bfloat16_instructions", lambda: ["avx512_bf16"])
     fast = ("bf16-mixed", True)
     decided = write(tmp_path / "decided.yaml", trainer={"precision": "32-true"}, model={"channels_last": False})
     undecided = write(tmp_path / "undecided.yaml", trainer={"precision": None}, model={"lr": 0.5})
@@ -96,7 +97,7 @@ def test_what_a_flag_or_a_file_of_any_form_says_is_left_alone(
 def test_print_config_shows_what_will_run(
     monkeypatch: pytest.MonkeyPatch, parsed: Parsed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(device, "bfloat16_instructions", lambda: ["avx512_bf16"])
     with pytest.raises(SystemExit):
         parsed("--print_config", "--trainer", write(tmp_path / "t.yaml", max_epochs=3), "--data.root", "x", "--accelerator=cpu")
     shown = yaml.safe_load(capsys.readouterr().out)
@@ -105,7 +106,7 @@ def test_print_config_shows_what_will_run(
 
 
 def test_lightnings_trainer_and_the_model_are_made_with_what_follows_from_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(device, "bfloat16_instructions", lambda: ["avx512_bf16"])
     cli = TrainCLI(expand(["--data.root", "x", "--accelerator", "cpu", "--devices", "1"], train=True))
     assert (cli.trainer.precision, cli.model.config.channels_last) == ("bf16-mixed", True)
     saved = yaml.safe_load(cli.parser.dump(cli.config))
@@ -145,3 +146,12 @@ def test_a_whole_number_is_one_whatever_the_parser_makes_of_it(given: str, tmp_p
     keep_whole_numbers(arguments, trainer)
     found = [(type(trainer[name]), trainer[name]) for name in content]
     assert found == [(int, 1), (float, 0.5), (float, 1.0)]
+
+
+def test_a_cpu_is_asked_for_bfloat16_where_torch_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = device.bfloat16_instructions()
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # torch 2.10 has none
+    if Path("/proc/cpuinfo").exists():
+        assert device.bfloat16_instructions() == asked
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: "flags : fpu avx512_bf16 amx_bf16\n")
+    assert device.bfloat16_instructions() == ["avx512_bf16", "amx_bf16"]

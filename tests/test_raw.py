@@ -249,7 +249,7 @@ def test_the_installed_lightnings_keywords_ask_for_nothing_at_their_defaults(tmp
     for name, default in others.items():
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({"trainer": {**known, name: None}}), encoding="utf-8")
         parse(["--config", str(tmp_path / "c.yaml")])
-        with pytest.raises(UserError, match=f"does not implement trainer.{name} 3"):
+        with pytest.raises(UserError, match=f"does not implement --trainer.{name} 3"):
             parse(["--config", str(tmp_path / "c.yaml"), f"--trainer.{name}", "3"])
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({"trainer": {name: default or 3}}), encoding="utf-8")
         with pytest.raises(UserError, match=name):

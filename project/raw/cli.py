@@ -201,7 +201,7 @@ def _refuse_others(trainer: Namespace, unknown: set[str]) -> None:
     if trainer.gradient_clip_algorithm not in (None, "norm", "value"):
         refused.append("gradient_clip_algorithm")
     if refused:
-        given = ", ".join(f"trainer.{name} {values[name]!r}" for name in refused)
+        given = ", ".join(f"--trainer.{name} {values[name]!r}" for name in refused)
         raise UserError(f"The raw trainer does not implement {given}. Leave it out, or train with project.fit.")
 
 

@@ -1,7 +1,9 @@
 """What follows from the device: which one it is, the precision and layout that it is fast in, and how float32 is computed."""
 
+import contextlib
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -78,9 +80,19 @@ def fast_precision(device_type: str, gpus: Iterable[int] | None = None) -> str:
     if device_type == "cuda":
         return "bf16-mixed" if all(map(_has_bfloat16, _all_gpus(gpus))) else "32-true"
     if device_type == "cpu":
-        has = torch.cpu.get_capabilities()
-        return "bf16-mixed" if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else "32-true"
+        return "bf16-mixed" if bfloat16_instructions() else "32-true"
     return "32-true"
+
+
+def bfloat16_instructions() -> list[str]:
+    """Names of this CPU's; where torch cannot be asked (2.10), what Linux says, and none elsewhere."""
+    has: set[str] = set()
+    if hasattr(torch.cpu, "get_capabilities"):
+        has = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    else:
+        with contextlib.suppress(OSError):
+            has = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    return [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in has]
 
 
 def _all_gpus(gpus: Iterable[int] | None) -> Iterable[int]:

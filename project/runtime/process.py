@@ -162,7 +162,7 @@ def end_at_once(number: int, frame: object) -> None:
     """What a signal does to a rank until the training listens; our launcher then ends the others, and says it once."""
     if _said:  # by torchrun, after a failure
         _end_now(1)
-    text = f"ended by {signal.Signals(number).name} before the first step\n"
+    text = f"ended by {signal.Signals(number).name} while no step was being trained\n"
     if started_by_us():
         _write(Path(os.environ[ERROR_FILE]), text, 128 + number)
     elif is_first_rank():

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import torch
 
+from project.runtime.device import bfloat16_instructions
 from project.settings.plan import available_cores
 
 
@@ -15,8 +16,7 @@ def describe() -> dict[str, str]:
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
         device = f"{available_cores()} cores of {_cpu_name()}"
-        has = torch.cpu.get_capabilities()
-        fast = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if has.get(name)]
+        fast = bfloat16_instructions()
         device += f" ({', '.join(fast)})" if fast else " (no bfloat16 instructions)"
     versions = {name: version(name) for name in ("torch", "torchvision", "lightning", "pillow", "simplejpeg")}
     system = f"{platform.system()} {platform.machine()}"
