@@ -56,9 +56,9 @@ def main() -> int:
         time.sleep(15)
     if behaviour == "wait":
         time.sleep(60)
-    if behaviour == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if behaviour == "deaf":  # it says what it hears, and goes on
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: os.write(1, f"{rank} hears {signal.Signals(n).name}\n".encode()))
         time.sleep(60)
     return 0
 

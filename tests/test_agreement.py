@@ -4,19 +4,18 @@ import random
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-import project.ranks.agreement as agreement
 from project.ranks.agreement import SAVE, STOP, Agreement
 
 STEPS, EPOCHS, VAL_BATCHES = 6, 3, 4
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_POLL_S", 0.002)
+def agreement(store: dist.Store, *, rank: int, world_size: int, every_steps: int = 0, every_s: float = 0.0) -> Agreement:
+    return Agreement(store, rank=rank, world_size=world_size, every_steps=every_steps, every_s=every_s, poll_s=0.002)
 
 
 class Rank:
@@ -29,7 +28,7 @@ class Rank:
         self.boundary = 0
 
     def run(self) -> None:
-        self.ours._thread.start()
+        self.ours.listen()
         try:
             for epoch in range(EPOCHS):
                 for step in range(STEPS):
@@ -66,13 +65,11 @@ def train(
 ) -> list[Rank]:
     """The ranks of a training in which some get SIGTERM, so many seconds after its start."""
     store, barrier = dist.HashStore(), threading.Barrier(world_size)
-    more = {"every_steps": every_steps, "every_s": every_s}
-    ranks = [
-        Rank(Agreement(store, rank=rank, world_size=world_size, **more), barrier, 100 * seed + rank) for rank in range(world_size)
-    ]
+    given = {"world_size": world_size, "every_steps": every_steps, "every_s": every_s}
+    ranks = [Rank(agreement(store, rank=rank, **given), barrier, 100 * seed + rank) for rank in range(world_size)]
     threads = [threading.Thread(target=rank.run) for rank in ranks]
     for rank, seconds in signalled.items():
-        threading.Timer(seconds, ranks[rank].ours._note, (signal.SIGTERM, None)).start()
+        threading.Timer(seconds, ranks[rank].ours.note, (signal.SIGTERM,)).start()
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -115,32 +112,36 @@ def test_saving_by_steps_by_time_and_then_stopping() -> None:
 def test_a_signal_after_the_last_step_lets_all_end() -> None:
     for rank in train(2, signalled={1: 5.0}):
         assert rank.stopped is None
-    ours = Agreement(dist.HashStore(), rank=0, world_size=2, every_steps=0, every_s=0.0)  # whose other rank has finished
-    ours._store.set("agreement/0/1", f"[{agreement._DONE}, false]")
-    ours._thread.start()
-    ours._note(signal.SIGTERM, None)
-    time.sleep(0.1)
+    store = dist.HashStore()
+    ours, other = (agreement(store, rank=rank, world_size=2) for rank in (0, 1))
+    other.listen()
+    other.close()
+    ours.listen()
+    ours.note(signal.SIGTERM)
+    store.wait(["agreement/0/0"], timedelta(seconds=10))  # the place of rank 0 in round 0: its request has been heard
+    began = time.monotonic()
     assert ours.after_step(1) == ""
+    assert time.monotonic() - began < 10  # and not after a minute's patience with a rank that says nothing
     ours.close()
 
 
 def test_a_store_that_is_gone_stops_nobody() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    ours = Agreement(client, rank=1, world_size=2, every_steps=0, every_s=0.0)
-    ours._thread.start()
-    time.sleep(0.05)
+    ours = agreement(client, rank=1, world_size=2)
+    ours.listen()
+    [thread] = [each for each in threading.enumerate() if each.name == "agreement"]
     del server
-    ours._note(signal.SIGTERM, None)
-    ours._thread.join(10)
-    assert not ours._thread.is_alive()
+    ours.note(signal.SIGTERM)
+    thread.join(10)
+    assert not thread.is_alive()
     assert ours.after_step(1) == ""
     ours.close()
 
 
 def test_signals_are_noted_and_handlers_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    ours = Agreement(dist.HashStore(), rank=0, world_size=1, every_steps=0, every_s=0.0)
+    ours = agreement(dist.HashStore(), rank=0, world_size=1)
     ours.begin()
     signal.raise_signal(signal.SIGTERM)
     deadline = time.monotonic() + 10

@@ -188,23 +188,28 @@ def shared_collate(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.
 
 
 FOREIGN = """
-import multiprocessing, sys, time
-from project.data.loading import Loader, init_worker
+import multiprocessing, os, sys, time
+from project.data.loading import Loader, end_workers, init_worker
 
-def work():
-    time.sleep(0.5)
+def work(ends):
+    ends.wait()
     print("done", flush=True)
 
 if __name__ == "__main__":
-    mine = multiprocessing.get_context("fork").Process(target=work)
-    also_mine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.01,), daemon=True)
+    fork = multiprocessing.get_context("fork")
+    ends = fork.Event()
+    mine = fork.Process(target=work, args=(ends,))
+    also_mine = fork.Process(target=time.sleep, args=(600,), daemon=True)
     mine.start()
     loader = Loader(range(8), num_workers=1, persistent_workers=True, worker_init_fn=init_worker)
     batches = iter(loader)
     next(batches)
     also_mine.start()
-    from project.data.loading import _workers
-    assert len(_workers) == 1 and mine not in _workers and also_mine not in _workers
+    [worker] = set(multiprocessing.active_children()) - {mine, also_mine}
+    end_workers(os.getpid())
+    worker.join(20)
+    assert set(multiprocessing.active_children()) == {mine, also_mine}
+    ends.set()
 """
 
 

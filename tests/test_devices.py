@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -141,7 +142,7 @@ def test_all_begins_on_the_cpu_with_the_seeds_numbers(monkeypatch: pytest.Monkey
     expected = build_model(config, num_classes=4, seed=1)
     module = Classifier(**recipe)
     datamodule = SimpleNamespace(num_classes=4, config=mixes, seed=1)
-    module._trainer = SimpleNamespace(datamodule=datamodule, state=SimpleNamespace(fn="fit"))  # type: ignore[assignment]
+    module.trainer = SimpleNamespace(datamodule=datamodule, state=SimpleNamespace(fn="fit"))  # type: ignore[assignment]
     images, target = torch.rand(4, 3, 32, 32), torch.arange(4)
     mixed = [Mixing(mixes, num_classes=4, seed=1)(images, target, epoch=0, batch=k, rank=0) for k in range(4)]
     with torch.device("meta"):
@@ -158,7 +159,7 @@ def test_all_begins_on_the_cpu_with_the_seeds_numbers(monkeypatch: pytest.Monkey
     assert module.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
     held = [*module.parameters(), *module.buffers(), *normalize.buffers()]
     metrics = [
-        value for part in (module.val, module.val_ema) for metric in part.children() for value in metric._defaults.values()
+        value for part in (module.val, module.val_ema) for metric in part.children() for value in metric.metric_state.values()
     ]
     assert {value.device.type for value in [*held, *metrics]} == {"cpu"}
     for each in (mixing, module.mixing):
@@ -172,9 +173,7 @@ def test_all_begins_on_the_cpu_with_the_seeds_numbers(monkeypatch: pytest.Monkey
 
 def test_lightning_makes_the_model_where_another_device_is_the_default() -> None:
     """Why it matters: this is the context that `configure_model` is called in."""
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    trainer.strategy._root_device = torch.device("meta")  # type: ignore[attr-defined]
-    with trainer.strategy.tensor_init_context():
+    with SingleDeviceStrategy(device="meta").tensor_init_context():
         assert torch.zeros(1).device.type == "meta"
         assert next(build_model(ModelConfig(arch="resnet18"), num_classes=2, seed=1).parameters()).device.type == "cpu"
 
@@ -427,11 +426,13 @@ def test_ranks_on_unlike_machines_end_with_one_message(data: Path, tmp_path: Pat
 def test_an_interval_of_metrics_has_no_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's `strategy.reduce` has one: with NCCL the host then waits for the device."""
     calls: list[str] = []
+    all_gather = dist.all_gather
     monkeypatch.setattr(dist, "barrier", lambda **_: calls.append("barrier"))
+    monkeypatch.setattr(dist, "all_gather", lambda *given: calls.append("all_gather") or all_gather(*given))
     dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
     try:
         trainer: Any = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        trainer.strategy.reduce = lambda values, reduce_op: _lightnings_reduce(values, reduce_op)
+        trainer.strategy.reduce = lambda values, **_: calls.append("reduce") or values
         metrics = TrainMetrics()
         module: Any = SimpleNamespace(device=torch.device("cpu"))
         metrics.on_fit_start(trainer, module)
@@ -441,13 +442,7 @@ def test_an_interval_of_metrics_has_no_barrier(monkeypatch: pytest.MonkeyPatch) 
         metrics.on_train_epoch_end(trainer, module)
     finally:
         dist.destroy_process_group()
-    assert calls == []
-
-
-def _lightnings_reduce(values: torch.Tensor, reduce_op: str) -> torch.Tensor:
-    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-
-    return _sync_ddp_if_available(values, reduce_op=reduce_op)
+    assert calls == ["all_gather"]
 
 
 @pytest.mark.slow

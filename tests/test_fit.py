@@ -222,7 +222,7 @@ def test_an_unreadable_image_is_replaced_and_counted(module: str, bad_image: Pat
 
 @pytest.mark.slow
 def test_torchrun_starts_as_many_processes_as_it_says(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     short = [*SMALL, "--max_epochs", "1", "--trainer.limit_train_batches", "2", "--trainer.default_root_dir", tmp_path]
     env = {"OMP_NUM_THREADS": "1"}
     finished = run_module("project.fit", *short, "--devices", "2", launcher=torchrun, env=env)

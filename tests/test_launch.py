@@ -15,15 +15,18 @@ from pathlib import Path
 import pytest
 
 import project.runtime.process
-from project.ranks.launch import _free_port, launch
+from project.ranks.launch import launch
 from project.runtime.errors import UserError
+from project.runtime.process import TWICE_S
 from tests.conftest import REPOSITORY, SMALL, run_jobs, training
+from tests.run_ranks import free_port
 
 # Rank 1 fails in its second step; whatever leaves the group of the ranks, or Lightning, would wait for ever.
 FAILING = """
 import json, os, time
-import lightning.pytorch, torch.distributed
-import project.runtime.process, project.lit.module, project.raw.trainer
+import torch.distributed
+from lightning.pytorch.strategies import DDPStrategy
+import project.lit.module, project.raw.trainer
 os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["RANK"]
 if "TORCHELASTIC_ERROR_FILE" in os.environ:
     os.environ["TORCHELASTIC_ERROR_FILE"] += os.environ["RANK"]
@@ -45,16 +48,16 @@ def failing(original):
     return step
 
 
-def end_now(code, original=project.runtime.process._end_now):
+def end(code, original=os._exit):
     os.write(1, f"ends after {time.monotonic() - began:.1f} s\\n".encode() if began else b"")
     original(code)
 
 
 torch.distributed.destroy_process_group = slow(torch.distributed.destroy_process_group)
-lightning.pytorch.Trainer._teardown = slow(lightning.pytorch.Trainer._teardown)
+DDPStrategy.teardown = slow(DDPStrategy.teardown)
 project.lit.module.Classifier.training_step = failing(project.lit.module.Classifier.training_step)
 project.raw.trainer.Trainer.step = failing(project.raw.trainer.Trainer.step)
-project.runtime.process._end_now = end_now
+os._exit = end
 """
 LAUNCHERS = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"},
@@ -66,8 +69,8 @@ LAUNCHERS = {
 CODE = """
 import os, sys
 import project.ranks.launch
-from project.ranks.launch import _free_port, launch
-project.ranks.launch._SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
+from project.ranks.launch import launch
+project.ranks.launch.SIGNAL_GRACE_S = float(os.environ.get("GRACE_S", "25"))
 sys.exit(launch("tests.rank_script", [sys.argv[1]], ranks=2, num_nodes=1, threads=1))
 """
 
@@ -152,7 +155,8 @@ def test_a_second_interrupt_ends_at_once() -> None:
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["0 hears SIGINT\n", "1 hears SIGINT\n"]
+    time.sleep(2 * TWICE_S)  # or it would count as the same one, which a terminal may send twice
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
@@ -226,7 +230,7 @@ def test_a_command_that_a_signal_ends_says_so() -> None:
 
 @pytest.mark.slow
 def test_a_rank_ends_well_while_a_thread_of_gloos_still_holds_a_tensor(tmp_path: Path) -> None:
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "x"}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "x"}
     command = [sys.executable, "-m", "tests.ending_rank", str(tmp_path)]
     ranks = [
         subprocess.Popen(
@@ -309,7 +313,7 @@ def test_the_open_file_limit_is_raised_and_never_lowered(
     limits = [(now, most)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    project.runtime.process._allow_open_files()
+    project.runtime.process.allow_open_files()
     assert limits[-1] == (after, most)
 
 

@@ -13,6 +13,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -444,7 +445,7 @@ def test_space_is_estimated_first(make_data: Make, tmp_path: Path, monkeypatch: 
     written = sum(len(data) + 2048 for data in images(tmp_path / "dst").values())
     assert expected.bytes == pytest.approx(written, rel=0.1)
     assert check_space(expected.bytes, tmp_path / "new" / "er") > 0
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=100, used=90, free=10))
     with pytest.raises(UserError, match=r"would take about 0\.1 MB, and 0\.0 MB are free"):
         check_space(expected.bytes, tmp_path / "new")
 
@@ -461,7 +462,7 @@ def test_a_full_disk_and_a_dead_worker_end_with_the_remedy(
 
     monkeypatch.setattr(prepare_module.os, "replace", full)
     with pytest.raises(WriteError, match=r"0\.jpg: No space left on device\. Make room"):
-        prepare_module._prepare_item(items[0], tmp_path / "dst", 90)
+        prepare_module.prepare_item(items[0], tmp_path / "dst", 90)
     monkeypatch.undo()
 
     for part in ("ant", "bee", "cat"):

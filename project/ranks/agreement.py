@@ -49,10 +49,14 @@ class Agreement:
         world_size: All of them.
         every_steps: Save after so many optimizer steps; 0 for never.
         every_s: Save when so many seconds have gone by since the last time; 0 for never.
+        poll_s: Seconds between two looks at the store.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, every_steps: int, every_s: float) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, every_steps: int, every_s: float, poll_s: float = _POLL_S
+    ) -> None:
         self.rank, self.world_size, self.every_steps, self.every_s = rank, world_size, every_steps, every_s
+        self._poll_s = poll_s
         self._store = store
         self._lock = threading.Lock()
         self._place, self._in_validation = 0, False
@@ -66,7 +70,11 @@ class Agreement:
     def begin(self) -> None:
         """Listen to signals, and to the other ranks. From the main thread."""
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self.note)
+        self.listen()
+
+    def listen(self) -> None:
+        """Listen to the other ranks only, where somebody else hears the signals and calls `note`."""
         self._thread.start()
 
     def close(self) -> None:
@@ -120,7 +128,8 @@ class Agreement:
             self._decided.clear()
         return asked
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal has come: all ranks are to stop."""
         now = time.monotonic()
         if self._signal and number == signal.SIGINT and now - self._signalled_at > TWICE_S:
             os._exit(128 + number)  # a second Ctrl-C; a terminal may send one signal to a process twice
@@ -130,7 +139,7 @@ class Agreement:
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone when rank 0 is: then there is nobody left to agree with
-            while not self._closed.wait(_POLL_S):
+            while not self._closed.wait(self._poll_s):
                 if not self._asked:
                     self._look()
             self._store.set(self._key(self.rank), json.dumps([_DONE, False]))  # whoever asks now is not to wait for this rank
@@ -154,7 +163,7 @@ class Agreement:
         self._store.set(self._key(self.rank), json.dumps(mine))
         keys = [self._key(rank) for rank in range(self.world_size)]
         while not self._store.check(keys):
-            if self._closed.wait(_POLL_S / 10):
+            if self._closed.wait(self._poll_s / 10):
                 return
         places = [json.loads(self._store.get(key)) for key in keys]
         last, in_validation = max(places)

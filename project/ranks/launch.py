@@ -21,7 +21,7 @@ from project.runtime.launched import ALIVE, ERROR_FILE, python_module
 from project.runtime.process import GRACE_S, SIGNALS, TWICE_S
 from project.runtime.process_tree import kill_tree
 
-_SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30
+SIGNAL_GRACE_S = 25.0  # for all ranks, after a signal: to the end of the step, and a checkpoint; schedulers often give 30
 _ORDERLY = {128 + number for number in SIGNALS}  # exit codes of ranks that a signal has stopped, after a checkpoint
 
 
@@ -111,12 +111,12 @@ def _wait(processes: list[subprocess.Popen[bytes]], received: list[tuple[int, fl
                 if process.poll() is None:
                     process.send_signal(number)
             forwarded += 1
-            deadline = deadline or now + _SIGNAL_GRACE_S
+            deadline = deadline or now + SIGNAL_GRACE_S
         codes = {process.poll() for process in processes} - {None, 0}
         if codes - _ORDERLY or any(folder.iterdir()):
             failed_at = failed_at or now
         if codes or failed_at:
-            deadline = min(deadline or math.inf, failed_at + GRACE_S if failed_at else now + _SIGNAL_GRACE_S)
+            deadline = min(deadline or math.inf, failed_at + GRACE_S if failed_at else now + SIGNAL_GRACE_S)
         if deadline is not None and now > deadline:
             return
         time.sleep(0.05)

@@ -149,7 +149,7 @@ def most_open_files() -> float:
     return most if most >= 0 else math.inf
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """Loader processes hand their batches over as open files: take as many as this user may have."""
     if resource:
         now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -190,7 +190,7 @@ def run_command(command: Callable[[], int]) -> None:
     # c10d warns of each connection that breaks, with the frames of its C++: when a rank fails its reason is said instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     quiet_pillow()
-    _allow_open_files()
+    allow_open_files()
     if is_rank():
         for number in SIGNALS:  # until the training listens to them
             signal.signal(number, end_at_once)

@@ -81,7 +81,7 @@ def read_item(item: Item) -> bytes:
         return file.read(-1 if item.size is None else item.size)
 
 
-def _prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
+def prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
     target = dst / item.name
     try:
         written = os.path.getsize(target)
@@ -117,7 +117,7 @@ def _work(connection: Connection, dst: Path, quality: int) -> None:
     try:
         for batch in iter(connection.recv, None):
             try:
-                connection.send([_prepare_item(item, dst, quality) for item in batch])
+                connection.send([prepare_item(item, dst, quality) for item in batch])
             except WriteError as error:
                 connection.send(error)
                 return
