@@ -13,7 +13,7 @@ import project.raw.cli
 from project.lit.cli import TrainCLI
 from project.runtime import device
 from project.runtime.device import fast_layout, fast_precision
-from project.settings.arguments import _WHOLE_OR_SHARE, expand, flag_value, keep_whole_numbers
+from project.settings.arguments import WHOLE_OR_SHARE, expand, flag_value, keep_whole_numbers
 from project.settings.config import CONFIGS
 
 Parsed = Callable[..., Any]
@@ -142,7 +142,7 @@ def test_a_whole_number_is_one_whatever_the_parser_makes_of_it(given: str, tmp_p
     arguments = [part for name, value in content.items() for part in (f"--trainer.{name}", str(value))]
     if given == "file":
         arguments = ["--config", write(tmp_path / "c.yaml", trainer=content)]
-    trainer = Namespace(**{**dict.fromkeys(_WHOLE_OR_SHARE), **{name: float(value) for name, value in content.items()}})
+    trainer = Namespace(**{**dict.fromkeys(WHOLE_OR_SHARE), **{name: float(value) for name, value in content.items()}})
     keep_whole_numbers(arguments, trainer)
     found = [(type(trainer[name]), trainer[name]) for name in content]
     assert found == [(int, 1), (float, 0.5), (float, 1.0)]

@@ -225,13 +225,13 @@ def test_a_validation_inside_an_epoch_resumes_exactly(
     interval: str, places: tuple[int, ...], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted before one, inside it, after it and at the epoch's end, of 6 batches in windows of 2."""
-    asked, at, answer = [], [0], Agreement._answer
+    asked, at, answer = [], [0], Agreement.answer
 
     def counting(self: Agreement) -> str:
         asked.append(1)
         return STOP if len(asked) == at[0] else answer(self)
 
-    monkeypatch.setattr(Agreement, "_answer", counting)
+    monkeypatch.setattr(Agreement, "answer", counting)
     fit = FIT["project.fit"]
     arguments = [*RUN, *ONE, "--data.root", str(data), "--trainer.val_check_interval", interval, "--trainer.default_root_dir"]
     assert fit([*arguments, str(tmp_path / "whole")]) == 0

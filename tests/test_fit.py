@@ -58,7 +58,7 @@ def load(path: Path) -> dict:  # type: ignore[type-arg]
 
 def test_what_a_person_sees(fitted: Finished, folder: Path) -> None:
     assert fitted.err == ""
-    lines = fitted.out.splitlines()
+    lines = [line for line in fitted.out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 prints some
     assert len(lines) < 20
     assert len(lines) == len(set(lines))
     assert max(len(line) for line in lines if str(folder) not in line and "digits-1" not in line) <= 80

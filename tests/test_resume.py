@@ -66,20 +66,31 @@ def uninterrupted(module: str, data: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
     """From the next training on, act as if a signal had come before its n-th question; who asks is kept."""
-    answer, asked, at = Agreement._answer, [], [0]
+    answer, asked, at, asks = Agreement.answer, [], [0], [("", 0)]
 
     def counting(self: Agreement) -> str:
-        asked.append(sys._getframe(1).f_code.co_name)
+        asked.append(asks[0])
         return STOP if len(asked) == at[0] else answer(self)
 
-    def interrupt(n: int) -> list[str]:
+    def interrupt(n: int) -> list[Any]:
         asked.clear()
         at[0] = n
         return asked
 
-    monkeypatch.setattr(Agreement, "_answer", counting)
+    def named(name: str) -> Callable[..., str]:
+        question = getattr(Agreement, name)
+
+        def ask(self: Agreement, *given: int) -> str:
+            asks[0] = name, *given
+            return question(self, *given)
+
+        return ask
+
+    monkeypatch.setattr(Agreement, "answer", counting)
+    for name in ("after_step", "after_validation_batch", "after_validation_batches"):
+        monkeypatch.setattr(Agreement, name, named(name))
     return interrupt
 
 
@@ -89,7 +100,7 @@ def test_interrupted_at_every_boundary(
     module: str,
     data: Path,
     uninterrupted: dict[str, Any],
-    interrupt_at: Callable[[int], list[str]],
+    interrupt_at: Callable[[int], list[Any]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -114,8 +125,8 @@ def test_interrupted_at_every_boundary(
         assert fit([*arguments, "--ckpt_path", "last"]) == 0
         assert_equal(what_counts(out), uninterrupted)
         shutil.rmtree(out)
-    assert [n for n, place in places.items() if place == "after_validation_batch"] == [11]
-    assert places[4] == "_reach"  # after its first batch, a boundary that all come to
+    assert [n for n, (place, *number) in places.items() if place == "after_validation_batch" and number != [0]] == [11]
+    assert places[4] == ("after_validation_batch", 0)  # a boundary that all come to
 
 
 def start(module: str, *arguments: str | Path) -> subprocess.Popen[str]:

@@ -2701,7 +2701,7 @@ def tell_torchrun(head: str) -> None:
 
 
 def last_collective() -> str | None:
-    """The flight recorder's last entry: on NCCL with TORCH_FR_BUFFER_SIZE, on gloo by default in newer torch. Each has its own."""
+    """The flight recorder's last entry: on NCCL with TORCH_FR_BUFFER_SIZE, on gloo in newer torch. Each has its own."""
     for dump in Private.flight_recorders():
         entries = pickle.loads(dump()).get("entries", [])
         if entries:

@@ -97,7 +97,7 @@ class Agreement:
 
     def after_validation_batch(self, number: int) -> str:
         """After batch number `number` of a validation, from 0."""
-        return self._answer() if number else self._reach(in_validation=True)
+        return self.answer() if number else self._reach(in_validation=True)
 
     def after_validation_batches(self) -> str:
         """Before the ranks put their sums together."""
@@ -115,9 +115,10 @@ class Agreement:
         with self._lock:
             self._place += 1
             self._in_validation = in_validation
-        return self._answer()
+        return self.answer()
 
-    def _answer(self) -> str:
+    def answer(self) -> str:
+        """What the ranks have agreed on for this place: SAVE, STOP, or nothing."""
         if not self._asked:
             return ""
         if not self._decided.wait(_PATIENCE_S) or self._place < self._at:

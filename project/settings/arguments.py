@@ -75,7 +75,7 @@ def given_value(arguments: list[str], group: str, name: str) -> Any:
 
 
 # Of these 1 is one batch, and 1.0 all of them.
-_WHOLE_OR_SHARE: tuple[str, ...] = (
+WHOLE_OR_SHARE: tuple[str, ...] = (
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
     "val_check_interval",
 )
@@ -91,7 +91,7 @@ def keep_whole_numbers(arguments: list[str], trainer: Any) -> None:
         arguments: As `expand` leaves them.
         trainer: The `trainer` part of what was parsed.
     """
-    for name in _WHOLE_OR_SHARE:
+    for name in WHOLE_OR_SHARE:
         if type(trainer.get(name)) is not float:  # then no file need be read again
             continue
         given = given_value(arguments, "trainer", name)
