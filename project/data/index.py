@@ -40,6 +40,7 @@ class ImageIndex:
         return os.fsdecode(self.names[start : self.ends[i]].tobytes())
 
     def path(self, i: int) -> str:
+        """Of image number `i`, with the folder."""
         return os.path.join(self.folder, self.name(i))
 
     @cached_property
@@ -57,6 +58,7 @@ class ImageIndex:
 
 
 def make_index(folder: str, classes: list[str], samples: list[tuple[str, int]], ignored: tuple[int, str] = (0, "")) -> ImageIndex:
+    """An index of (path below `folder`, class number) for each image; `ignored`: how many other files, and one of them."""
     encoded = [os.fsencode(name) for name, _ in samples]
     return ImageIndex(
         folder=folder,

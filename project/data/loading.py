@@ -165,6 +165,7 @@ class ResumableLoader(Loader[T]):
         return getattr(self.batch_sampler.sampler, "epoch", 0)  # type: ignore[union-attr]  # likewise
 
     def state_dict(self) -> dict[str, int]:
+        """The place in the training: epoch, from 0, and batches of it that were given."""
         if self.resume is not None:  # where it goes on, with nothing given since: all that is left may be the validation
             return dict(self.resume)
         return {"epoch": self.epoch, "batches": self.given}

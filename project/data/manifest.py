@@ -42,7 +42,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     begun = load_json(folder / BEGUN)
     if begun is not None:
         raise UserError(
-            f"{folder} is not complete: its preparation was interrupted. Run the same command again, it goes on:\n"
+            f"{folder} is not complete: its preparation was interrupted. Run the same command again to finish it:\n"
             f"{command(begun, folder)}"
         )
     return load_json(folder / RECORD)

@@ -28,6 +28,7 @@ class Splits:
 
     @property
     def classes(self) -> list[str]:
+        """Names, in the order of their numbers."""
         return self.train.classes
 
 
@@ -45,6 +46,11 @@ def _kaggle_val(folder: Path, solution: Path, classes: list[str]) -> ImageIndex:
 
 
 def same_classes(train: ImageIndex, val: ImageIndex) -> None:
+    """Refuse parts whose class folders differ: a class would have two numbers.
+
+    Raises:
+        UserError: names of classes that only one part has.
+    """
     missing = [name for name in train.classes if name not in set(val.classes)]
     extra = [name for name in val.classes if name not in set(train.classes)]
     if missing or extra:

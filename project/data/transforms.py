@@ -50,6 +50,11 @@ def train_size(config: DataConfig, *, epoch: int, epochs: float | None) -> int:
 
 
 def check_growth(config: DataConfig, *, epochs: float | None) -> None:
+    """Refuse images that grow over a training without an end.
+
+    Raises:
+        UserError: `--data.start_size` was given, and `epochs` is None.
+    """
     if config.start_size is not None and epochs is None:
         raise UserError("--data.start_size needs an end: give --trainer.max_epochs or --trainer.max_steps.")
 
@@ -66,6 +71,7 @@ class RandomResizedCrop(v2.RandomResizedCrop):
         self._number, self._place = torch.empty(1), torch.empty(1, dtype=torch.int64)  # which it draws into
 
     def forward(self, image: Tensor) -> Tensor:
+        """uint8 [3, h, w] to uint8 [3, size, size]."""
         top, left, height, width = self.draw(*image.shape[1:])
         channel, row, column = image.stride()
         first = image.storage_offset() + top * row + left * column
@@ -96,6 +102,7 @@ class RandomHorizontalFlip(v2.RandomHorizontalFlip):
         self._number = torch.empty(1)
 
     def forward(self, image: Tensor) -> Tensor:
+        """uint8 [3, h, w], flipped with probability p."""
         return image if self._number.uniform_().item() >= self.p else image.flip(-1)
 
 
@@ -134,4 +141,5 @@ class Normalize(nn.Module):
             self.register_buffer(name, torch.tensor(values, device="cpu").view(1, 3, 1, 1) * 255, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        """uint8 [..., 3, h, w] to float32 of the same shape, normalised channel by channel."""
         return (images.to(self.mean.dtype) - self.mean) / self.std

@@ -179,6 +179,11 @@ FAULTS = (
 
 
 def find_fault(name: str) -> Fault:
+    """The fault of this name.
+
+    Raises:
+        UserError: there is none.
+    """
     found = next((fault for fault in FAULTS if fault.name == name), None)
     if found is None:
         raise UserError(f"There is no fault {name!r}. There are: {', '.join(fault.name for fault in FAULTS)}.")

@@ -18,6 +18,7 @@ class Accuracy(MulticlassAccuracy):
     """An image whose logits are not all finite counts, and is no hit: torchmetrics takes NaN for the largest logit."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:
+        """float32 [n, classes] and int64 [n]."""
         lost = ~preds.isfinite().all(dim=1) & (target != IGNORE)
         super().update(preds, torch.where(lost, IGNORE, target))
         assert isinstance(self.fn, Tensor)

@@ -51,6 +51,14 @@ def _say(lines: list[str]) -> None:
 
 
 def fit(arguments: list[str]) -> int:
+    """Train with Lightning. Returns the exit code of this process or, of the launching one, of all ranks.
+
+    Args:
+        arguments: Flags as typed, without the name of the command.
+
+    Raises:
+        UserError: settings, data or a checkpoint with which no training can start.
+    """
     quiet()
     cli = TrainCLI(expand(arguments, train=True))
     if not started_by_us():
@@ -93,6 +101,11 @@ def fit(arguments: list[str]) -> int:
 
 
 def validate(arguments: list[str]) -> int:
+    """Evaluate a checkpoint or weights, each image once. Returns the exit code.
+
+    Raises:
+        UserError: as `fit`.
+    """
     quiet()
     expanded = expand(arguments, train=False)
     if {"-h", "--help"} & set(expanded):

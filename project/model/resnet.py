@@ -35,7 +35,7 @@ def check_num_classes(config: ModelConfig, *, classes: list[str]) -> int:
             "Leave the flag out, or name the right --data.root."
         )
     if len(classes) < 2:
-        raise UserError(f"The data has one class, {classes[0]}: there is nothing to tell apart. Add a folder for another class.")
+        raise UserError(f"The data has one class, {classes[0]}: a classifier needs two. Add a folder for another class.")
     return len(classes)
 
 

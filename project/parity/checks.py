@@ -25,7 +25,9 @@ def compare_runs(a: Run, b: Run, *, alike: bool = True, noise: Noise | None = No
         if reason is not None:
             raise CannotTell(f"{reason}.")
     if a.world_size != b.world_size:
-        raise CannotTell(f"{a.name} has {a.world_size} ranks, {b.name} has {b.world_size}: there is nothing to lay side by side.")
+        raise CannotTell(
+            f"{a.name} has {a.world_size} ranks, {b.name} has {b.world_size}: compare runs with the same number of ranks."
+        )
     findings = [check_same("environment", a, b, key="environment", alike=alike)]
     findings += [check_same("settings", a, b, key="settings", alike=alike)]
     findings += [compare_pair(pair, a, b, noise) for pair in PAIRS if pair.kind == "step" or _any(a, b, pair.kind)]

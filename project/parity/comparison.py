@@ -263,7 +263,7 @@ def compare_folders(a: Path, b: Path) -> Outcome:
         CannotTell: one is empty or broken, or they have other numbers of ranks.
     """
     if a.resolve() == b.resolve():
-        raise CannotTell(f"--runs {a} {b}: this is one record; it equals itself.")
+        raise CannotTell(f"--runs {a} {b}: both names are the same record. Name two records.")
     runs = load_run(a, name="A"), load_run(b, name="B")
     stage = Stage("two recorded runs", *runs, compare_runs(*runs, alike=False))
     return Outcome([stage], left_out=("resuming: two records were compared, nothing was run",))

@@ -37,6 +37,7 @@ def tensor_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 
 
 def value_difference(a: Any, b: Any) -> str | None:
+    """How two values or recorded tensors differ, in words; None where they are equal. NaN equals NaN."""
     if is_tensor(a) and is_tensor(b):
         return tensor_difference(a, b)
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
@@ -50,6 +51,7 @@ def _short(value: Any) -> str:
 
 
 def keys_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """Which names only one of the two has, in words; None where both have the same."""
     only = sorted(set(a) ^ set(b))
     if not only:
         return None

@@ -118,6 +118,11 @@ def check_recipe(plan: BatchPlan, model: ModelConfig, data: DataConfig, *, total
 
 
 def check_batches(plan: BatchPlan, *, train_size: int) -> None:
+    """Refuse what BatchNorm cannot normalise: one image per rank where the last feature map is 1 x 1.
+
+    Raises:
+        UserError: the last batch of a rank has one image, at `train_size` pixels.
+    """
     if plan.last_batch == 1 and last_map_size(train_size) == 1:
         larger = 2 * plan.world_size * plan.accumulate
         remedy = f"Give --data.global_batch_size {larger} or more."
@@ -157,6 +162,16 @@ def check_loaders(plan: BatchPlan, data: DataConfig, *, local_ranks: int) -> Non
 
 
 def check_weights(config: ModelConfig, *, num_classes: int, new_head: bool, flag: str) -> None:
+    """Refuse weights that do not fit before any rank starts.
+
+    Args:
+        num_classes: Of the data.
+        new_head: Whether a head for other classes is replaced.
+        flag: Name of the flag for messages.
+
+    Raises:
+        UserError: the file is damaged, or holds another network or another number of classes.
+    """
     if config.weights is not None:
         with torch.device("meta"):
             network = new_model(config.arch, num_classes=num_classes)

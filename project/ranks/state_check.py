@@ -20,6 +20,7 @@ class LossWatch:
         self.step = torch.full((), _NEVER, dtype=torch.int64, device=device)
 
     def see(self, loss: Tensor, *, step: int) -> None:
+        """A scalar loss of optimizer step `step`, from 1; the device is not waited for."""
         self.step = torch.where(loss.isfinite(), self.step, self.step.clamp(max=step))
 
     def forget(self) -> None:

@@ -36,6 +36,14 @@ from project.settings.plan import BatchPlan, available_cores, count_epochs, coun
 
 
 def fit(arguments: list[str]) -> int:
+    """Train with plain torch. Returns the exit code of this process or, of the launching one, of all ranks.
+
+    Args:
+        arguments: Flags as typed, without the name of the command.
+
+    Raises:
+        UserError: settings, data or a checkpoint with which no training can start, or what this trainer does not implement.
+    """
     settings = parse(expand(arguments, train=True))
     trainer = settings.trainer
     ranks = len(settings.gpus)

@@ -79,6 +79,7 @@ class Trainer:
     # What is made once
 
     def setup(self) -> None:
+        """Move the network to the device, wrap it, and build optimizer, schedule and loaders; all ranks' first collectives."""
         config = self.config
         if config.sync_batchnorm:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
@@ -119,6 +120,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
+        """Whether all steps were taken and the last epoch was validated."""
         whole = self.place.batches == self.plan.batches  # it is validated first, also where that was interrupted
         return self.total_steps is not None and self.place.step >= self.total_steps and not whole
 

@@ -76,6 +76,7 @@ def run_lines(
 
 
 def percent(share: float) -> str:
+    """A share of 1 with two decimals, as 97.50 %."""
     return f"{100 * share:.2f} %"
 
 

@@ -16,6 +16,7 @@ class Late:
             self.event.record(torch.cuda.current_stream(value.device))
 
     def read(self) -> list[float]:
+        """The numbers; waits for the device if they have not arrived."""
         if self.event:
             self.event.synchronize()
         return self.host.tolist()

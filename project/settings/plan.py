@@ -120,6 +120,7 @@ class BatchPlan:
         return self.batches % self.accumulate
 
     def line(self) -> str:
+        """For people: images per step, how ranks and accumulation share them, steps per epoch."""
         accumulated = f" x {self.accumulate} accumulated" if self.accumulate > 1 else ""
         return (
             f"{count(self.global_batch_size, 'image')} per step = {count(self.world_size, 'rank')} x {self.per_rank_batch}"

@@ -76,12 +76,18 @@ def _progressive(data: bytes) -> bool:
 
 
 def read_item(item: Item) -> bytes:
+    """The encoded image, of a file or of a part of an archive."""
     with open(item.path, "rb") as file:
         file.seek(item.offset)
         return file.read(-1 if item.size is None else item.size)
 
 
 def prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
+    """Write the smaller image, unless an earlier run has; JPEG quality 1 to 100.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
     target = dst / item.name
     try:
         written = os.path.getsize(target)
@@ -102,7 +108,7 @@ def prepare_item(item: Item, dst: Path, quality: int) -> Outcome:
             partial.write_bytes(new)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Make room and run the same command again: it goes on" if full else "Run the same command again: it goes on"
+        remedy = "Make room and run the same command again to finish" if full else "Run the same command again to finish"
         raise WriteError(f"{target}: {error.strerror}. {remedy}.") from error
     return Outcome(item, len(data), len(new))
 
@@ -165,7 +171,7 @@ def prepare_items(items: Iterable[Item], dst: Path, *, quality: int, workers: in
                 except (EOFError, ConnectionError) as error:
                     first, last = pending[connection][0][0].shown, pending[connection][0][-1].shown
                     raise WriteError(
-                        f"A worker was ended between {first} and {last}. Run the same command again, it goes on; give "
+                        f"A worker was ended between {first} and {last}. Run the same command again to finish; give "
                         f"fewer --workers than {workers} if memory was short."
                     ) from error
                 if isinstance(outcomes, WriteError):
