@@ -69,7 +69,7 @@ NOT_FINITE = (
     "the data: an image or a target that is no number, or a loss with a logarithm or a division by 0",
 )
 
-SHARED = "That the code which both share is right: model, transforms, recipe, record."
+SHARED = "That the code which both share is right: model, transforms, recipe, means in the log, copying of buffers, record."
 
 
 @dataclass(frozen=True)
