@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -381,7 +382,7 @@ def test_a_resumed_run_follows_its_configuration(checkpoint: Path, tmp_path: Pat
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "c.ckpt"
     write_atomic({"a": 1}, path)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # which one depends on Python
         write_atomic({"a": lambda: None}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["c.ckpt"]
     assert content(path) == {"a": 1}

@@ -16,6 +16,12 @@ def test_a_column_is_as_wide_as_its_widest_cell() -> None:
     ]
 
 
+def test_a_notebook_gets_lines_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich's own question, which has no public name
+    assert table_lines((Column("name"),), [("a",)]) == ["name", "a"]
+    assert capsys.readouterr().out == ""
+
+
 def test_rows_that_come_one_by_one_stand_below_one_another() -> None:
     assert head_line(COLUMNS) == "name       s"
     assert row_line(COLUMNS, ("a", "12", "detail")) == "a         12  detail"

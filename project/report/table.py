@@ -47,7 +47,16 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hea
         gap: Spaces between two columns.
     """
     file = io.StringIO()
-    console = Console(file=file, width=_WIDE, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=file,
+        width=_WIDE,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,  # in a notebook rich would show the table itself, and write nothing
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
     console.print(new_table(columns, rows, head=head, gap=gap), soft_wrap=True)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
