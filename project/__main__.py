@@ -12,7 +12,8 @@ from pathlib import Path
 COMMANDS = {
     "fit": "train with Lightning's DDP",
     "fit_raw": "train the same YAML with plain torch",
-    "compare": "train with both and compare them, bit for bit",
+    "compare": "compare both trainers, or any two commands, bit for bit",
+    "record": "record what any training does, without a changed line",
     "validate": "evaluate a checkpoint or weights, each image once",
     "predict": "top-5 classes of image files and folders",
     "export": "weights for torchvision, safetensors or ONNX",

@@ -1,13 +1,15 @@
 """Train with both trainers and compare them, bit for bit: `python -m project.compare --devices 2`.
 
 python -m project.compare [--config FILE] [any flag of the trainers] [--out DIR]
-python -m project.compare --runs A B        two runs that were recorded with --record A, --record B
+python -m project.compare --runs A B        two records, of our trainers (--record A) or of any training (project.record)
+python -m project.compare --a "COMMAND"     any training, twice: is it deterministic?
+python -m project.compare --a "C" --b "D"   two trainings: the first difference, by step, rank and tensor
 python -m project.compare --inject FAULT    break one thing in the raw run, which must come out as not equivalent
 python -m project.compare --inject all      each of them; exit code 0 if each was found where it is
 python -m project.compare --matrix [ROW]    each configuration in which both must be equivalent, or this one
 python -m project.compare --noise           where a device does not repeat its own bits: against measured noise
 
-Exit code 0: equivalent; 1: not; 2: could not tell.
+Exit code 0: equivalent, or equal; 1: not; 2: could not tell.
 """
 
 import argparse
@@ -31,6 +33,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--out", type=Path, help="Write everything to this new folder. Default: comparisons/0, 1, 2 ...")
     parser.add_argument("--runs", type=Path, nargs=2, metavar=("A", "B"), help="Compare these two records. Nothing is run.")
+    parser.add_argument("--a", metavar="COMMAND", help="Record this command, as you type it in a shell.")
+    parser.add_argument("--b", metavar="COMMAND", help="Record this one as well, and compare both. Default: --a once more.")
+    parser.add_argument("--steps", type=int, default=0, help="With --a: end both after so many optimizer steps.")
     parser.add_argument("--inject", metavar="FAULT", help="Break one thing in the raw trainer. `all` breaks each in turn.")
     parser.add_argument("--matrix", nargs="?", const="all", metavar="ROW", help="Compare in many configurations, or in this one.")
     parser.add_argument("--timeout", type=float, default=1800.0, help="End a training after this many seconds.")
@@ -48,7 +53,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise UserError(f"{flag}: a comparison needs whole, recorded trainings. Leave it out.")
     if own.runs and others:
         raise UserError(f"--runs compares what was recorded and takes no {others[0]}.")
-    modes = [f"--{name}" for name in ("runs", "inject", "matrix", "noise") if getattr(own, name) not in (None, False)]
+    if own.a is not None and others:
+        raise UserError(f"--a runs a command of yours and takes no {others[0]}: put it into the quotes.")
+    for name in ("b", "steps"):
+        if getattr(own, name) and own.a is None:
+            raise UserError(f"--{name} needs --a, the command that is compared.")
+    if own.steps < 0:
+        raise UserError(f"--steps {own.steps}: give 1 step or more.")
+    modes = [f"--{name}" for name in ("runs", "a", "inject", "matrix", "noise") if getattr(own, name) not in (None, False)]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} ask for different things: give one of them.")
     return own, others
@@ -73,6 +85,9 @@ def main() -> int:
     own, others = parse(sys.argv[1:])
     from project.parity.comparison import Request, compare_folders, compare_or_measure, compare_trainers, default_arguments
     from project.parity.report import write_report
+    from project.parity.script_comparison import compare_commands, compare_records
+    from project.parity.script_run import holds_scripts
+    from project.parity.script_verdict import script_lines
     from project.parity.verdict import lines
     from project.subprocesses.out_folder import new_folder
 
@@ -81,6 +96,14 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made: {error.strerror}. Name another folder.") from error
+    if own.a is not None or (own.runs and any(map(holds_scripts, own.runs))):
+        found = (
+            compare_commands([own.a, own.b or own.a], out, steps=own.steps, timeout=own.timeout)
+            if own.a is not None
+            else compare_records(*own.runs)
+        )
+        print("\n".join(script_lines(found)), flush=True)
+        return 0 if found.equal else 1
     if own.matrix is not None:
         from project.parity.matrix import choose, run_matrix
 

@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files whose tests start no other process, or next to none: `python -m pytest -m quick`, before each commit.
 QUICK = {"agreement", "arguments", "checks", "differences", "files", "guard_parts", "images", "packaging", "plan", "progress"}
-QUICK |= {"readme", "record", "structure", "table"}
+QUICK |= {"readme", "record", "scripts", "structure", "table"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

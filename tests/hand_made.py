@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from project.parity.recorded_run import Event
-from project.record.format import digest, tensor_file
+from project.record.attached import digest
+from project.record.format import tensor_file
 
 # 9 samples over 2 ranks are 5 each, one of them padding: batches of 2, 2 and 1. 5 validation images are 3 each: 2 batches.
 SAMPLES, VAL_SAMPLES, BATCH = 9, 5, 2

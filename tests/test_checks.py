@@ -12,7 +12,8 @@ from project.parity.checks import compare_runs, first_difference
 from project.parity.recorded_run import CannotTell, Event, Finding, Run, load_run
 from project.parity.reduction import matches_a_ring, sketch_bound, within_rounding
 from project.parity.sizes import element_difference, measure_step
-from project.record.format import digest, read_sketch, tensor_file
+from project.record.attached import digest
+from project.record.format import read_sketch, tensor_file
 from tests.hand_made import make_ranks, ring_mean, steps, write_ranks
 
 Ranks = dict[int, list[Event]]

@@ -20,7 +20,7 @@ from project.parity.recorded_run import CannotTell, load_run
 from project.parity.report import write_report
 from project.parity.trainers import train
 from project.parity.verdict import lines
-from project.record.format import digest
+from project.record.attached import digest
 from project.runtime.errors import UserError
 from project.subprocesses.clean_process import clean_environment
 from project.subprocesses.out_folder import new_folder

@@ -15,7 +15,7 @@ from project.parity.noise import FACTOR, LIMIT, measure_noise, relative
 from project.parity.recorded_run import Run
 from project.parity.small_training import small_digits
 from project.parity.verdict import headline, lines, shown
-from project.record.format import digest
+from project.record.attached import digest
 from tests.hand_made import make_ranks, steps
 
 NAMES = ("conv", "fc")

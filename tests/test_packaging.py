@@ -29,8 +29,9 @@ SMALL += [
 def test_the_help_fits_one_screen_and_names_every_command() -> None:
     assert len(usage().splitlines()) <= 24
     assert all(len(line) <= 80 for line in usage().splitlines())
-    files = {path.stem for path in Path(project.__file__).parent.glob("*.py")} - {"__init__", "__main__"}
-    assert set(COMMANDS) == files
+    folder = Path(project.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert set(COMMANDS) == files | {path.parent.name for path in folder.glob("*/__main__.py")}
 
 
 def test_an_unknown_command_is_one_message_with_the_nearest_name(
@@ -56,6 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"project/py.typed", "project/configs/digits.yaml", "project/data/digits.csv.gz"} <= set(names)
     assert {"project/parity/report.html", "project/measure/timeline/timeline.html"} <= set(names)
+    assert "project/record/on_path/sitecustomize.py" in names
     assert not [name for name in names if name.startswith(("project/faults", "tests"))]
     install = [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
     subprocess.run(install, check=True, timeout=120)
@@ -85,6 +87,10 @@ def test_a_wheel_works_in_an_empty_folder_and_beside_a_foreign_project(installed
     trained = lockstep("fit", "--devices", "2", *SMALL, "--record", record, "--trainer.callbacks+=mine.Mine")
     assert trained.returncode == 0, trained.stderr
     assert sorted(line for line in trained.stdout.splitlines() if line.startswith("mine")) == ["mine on rank 0", "mine on rank 1"]
+    script = str(REPOSITORY / "tests" / "cases" / "no_loader.py")
+    recorded = lockstep("record", "--out", str(tmp_path / "theirs"), "--steps", "2", "--", sys.executable, script)
+    assert (recorded.returncode, recorded.stdout) == (0, ""), recorded.stderr
+    assert len(list((tmp_path / "theirs").glob("process-*.jsonl"))) == 1
     shutil.copytree(record, f"{record}-2")
     compared = lockstep("compare", "--runs", record, f"{record}-2")
     assert compared.returncode == 0, compared.stderr

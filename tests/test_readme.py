@@ -14,6 +14,7 @@ import project.compare
 import project.export
 import project.predict
 import project.prepare
+import project.record.__main__
 import project.trace
 from project.faults.catalogue import FAULTS
 from project.lit.cli import TrainCLI, ValidateCLI
@@ -52,7 +53,7 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
             assert own.inject in {fault.name for fault in FAULTS}
         if own.matrix:
             assert choose(own.matrix)
-        if not own.runs:
+        if not own.runs and own.a is None:
             with pytest.raises(SystemExit):
                 parse(expand([*others, "--print_config"], train=True))
     elif module == "project.bench":
@@ -69,6 +70,8 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(SystemExit) as ended:
             ValidateCLI(expand([*arguments, "--print_config"], train=False))
         assert ended.value.code == 0
+    elif module == "project.record":
+        assert project.record.__main__.parse(arguments)[1]
     elif module == "project.prepare":
         monkeypatch.setattr("sys.argv", [module, *arguments])
         with pytest.raises(UserError, match="--src .* is no folder"):
@@ -81,7 +84,8 @@ def test_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`((?:core|guard|lit|raw|measure)/\w+\.py)`", README):
+    rooms = "|".join(path.parent.name for path in (REPOSITORY / "project").glob("*/__init__.py"))
+    for name in re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", README):
         assert (REPOSITORY / "project" / name).is_file(), name
     for name in re.findall(r"`((?:configs|tests)/[\w.]+)`", README):
         assert (REPOSITORY / name).exists(), name

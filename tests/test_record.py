@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from project.data.loading import ResumableLoader, TrainBatchSampler
-from project.record.format import bits, digest, distance, read_record, read_sketch, sketch
+from project.record.attached import bits, digest, sketch
+from project.record.format import distance, read_record, read_sketch
 from project.record.recorder import Recorder, check_record_folder
 from project.runtime.errors import UserError
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from project.parity.recorded_run import Event, Finding, Run
-from project.record.format import bits, digest, read_sketch, tensor_file
+from project.record.attached import bits, digest
+from project.record.format import read_sketch, tensor_file
 
 EXACTLY = "mean of the ranks, exactly"
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.parity.recorded_run import Run
-from project.record.format import bits, digest, tensor_file
+from project.record.attached import bits, digest
+from project.record.format import tensor_file
 
 PARTS = ("images", "logits", "local", "reduced", "weights", "optimizer", "buffers")  # in order of cause
 

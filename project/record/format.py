@@ -26,29 +26,20 @@ Two environment variables ask for more. LOCKSTEP_RECORD_TENSORS=0,8 also stores 
 each rank's local ones, and rank 0's reduced ones, in FOLDER/step-<n>-rank-<r>.pt; `first` stands for the first step of each of
 the first two epochs. LOCKSTEP_RECORD_UNTIL=5 ends the process after step 5, and stores all tensors of that step.
 
-What writes it is record/recorder.py.
+What writes it is record/recorder.py; digests are made by record/attached.py, which is loaded alone where others train.
 """
 
 import base64
-import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from project.runtime.errors import UserError
-
-_SIDE = 4  # 4 x 4 projections
-_COLUMNS = 1024
-_BLOCK = 32  # rows
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # of 16 bytes two numbers
 
 # What two equal trainings may say differently in their checkpoints, by the key in the record, and why; not recorded.
 OF_THE_RUN = {
@@ -58,58 +49,6 @@ OF_THE_RUN = {
 }
 
 TENSORS, UNTIL = "LOCKSTEP_RECORD_TENSORS", "LOCKSTEP_RECORD_UNTIL"
-
-
-# A tensor in a few bytes
-
-
-@lru_cache(maxsize=256)
-def _signs(count: int, stream: int) -> Tensor:
-    """float64 [4, count] of 1 and -1, the same on every machine: bits of splitmix64 (doi:10.1145/2660193.2660195)."""
-    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream << 32)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    bits = (z >> np.arange(_SIDE, dtype=np.uint64)[:, None]) & np.uint64(1)
-    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64))
-
-
-def sketch(values: Tensor) -> tuple[Tensor, float]:
-    """Projections of a flat tensor onto 16 fixed random signs, float64 [16], and the sum of its absolute values.
-
-    The sign of an element is that of its row times that of its column, in rows of 1024 elements. 4 choices for rows and 4 for
-    columns make 16 uncorrelated projections, and of a large tensor thin matrix products of blocks that fit in a core's cache.
-    """
-    rows = max(1, -(-len(values) // _COLUMNS))
-    signs = _signs(rows, 1)
-    table, total = torch.zeros(_SIDE, _COLUMNS, dtype=torch.float64), 0.0
-    for row in range(0, rows, _BLOCK):
-        block = values[row * _COLUMNS : (row + _BLOCK) * _COLUMNS].double()
-        whole = len(block) // _COLUMNS
-        table.addmm_(signs[:, row : row + whole], block[: whole * _COLUMNS].view(whole, _COLUMNS))
-        rest = block[whole * _COLUMNS :]
-        if len(rest):
-            table[:, : len(rest)] += signs[:, row + whole, None] * rest
-        total += block.abs().sum().item()
-    return (table @ _signs(_COLUMNS, 2).T).reshape(-1), total
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """A tensor's elements as whole numbers of their bits: NaN equals the same NaN, and 0.0 is not -0.0."""
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
-
-
-def digest(tensor: Tensor, *, sketched: bool = True) -> dict[str, Any]:
-    """A tensor's type, shape and hash, and with `sketched` its sketch and the sum of its absolute values."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    hashed = hashlib.sha256(f"{kind}{shape}".encode())
-    hashed.update(bits(flat).numpy().data)
-    found: dict[str, Any] = {"type": kind, "shape": shape, "hash": hashed.hexdigest()[:32]}
-    if sketched:
-        projections, total = sketch(flat)
-        found |= {"sketch": base64.b64encode(projections.numpy().astype("<f8").tobytes()).decode(), "sum": total}
-    return found
 
 
 def read_sketch(tensor: Mapping[str, Any]) -> np.ndarray:

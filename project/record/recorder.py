@@ -19,7 +19,8 @@ from project.data.loading import ResumableLoader
 from project.model.checkpoint_file import extract_state_dict, read_checkpoint
 from project.model.training_record import RECORD
 from project.ranks.private_torch import after_backward, is_compiled
-from project.record.format import OF_THE_RUN, TENSORS, UNTIL, digest, tensor_file
+from project.record.attached import digest
+from project.record.format import OF_THE_RUN, TENSORS, UNTIL, tensor_file
 from project.runtime.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "torchmetrics")
