@@ -7,7 +7,7 @@ of all ranks together, the averaged gradient, and the weights, which rank 0 has 
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from project.parity.differences import keys_difference, value_difference
 from project.parity.recorded_run import CannotTell
 from project.parity.script_run import ScriptRun, Step, load_script_run
+from project.record.attached import ANCHOR, INTERVENE, KEEP, PERMUTE
 from project.record.format import distance, read_sketch
 from project.record.recorded_command import recorded, run_recorded
 
@@ -32,7 +33,8 @@ PARTS = {
     "buffers": "buffers after the step",
     "state": "optimizer state after the step",
 }
-PER_RANK = ("inputs", "outputs", "local", "buffers")  # parts that have no like where the numbers of ranks differ
+ROUNDED = ("outputs", "local", "reduced", "clipped", "weights", "buffers", "state")  # parts in which sums are rounded
+PER_RANK = ("outputs", "local", "buffers")  # parts that have no like where the numbers of ranks differ
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class ScriptOutcome:
     differences: list[Difference]
     unmatched: list[str]
     environment: dict[str, tuple[Any, Any]]
+
+    @property
+    def judged(self) -> bool:
+        """Whether all that differs is of a kind that rounding may explain."""
+        return not self.unmatched and all(each.part in ROUNDED for each in self.differences)
 
     @property
     def equal(self) -> bool:
@@ -128,6 +135,8 @@ def _compare(
         return _compare_samples(*([batch["index"] for batch in step["batches"]] for step in (ours, theirs)), ordered=ordered)
     if part == "lr":
         return len(ours["lr"]), None if ours["lr"] == theirs["lr"] else (f"are {ours['lr']} and {theirs['lr']}", None)
+    if part == "inputs" and not ordered:
+        return _compare_contents(*(_contents(step) for step in (ours, theirs)))
     if part in ("inputs", "outputs"):
         if len(ours["batches"]) != len(theirs["batches"]):
             return 0, (f"come in {len(ours['batches'])} forwards and {len(theirs['batches'])}", None)
@@ -137,7 +146,7 @@ def _compare(
     keys = keys_difference(one, other)
     if keys is not None:
         unmatched.update(dict.fromkeys(f"{PARTS[part]}: {name}" for name in one.keys() ^ other.keys()))
-    both = [name for name in one if name in other]
+    both = [name for name in one if name in other and (one[name], other[name]) != (None, None)]  # None: it has no plain elements
     bad = [name for name in both if value_difference(one[name], other[name]) is not None]
     if not bad:
         return len(both), None
@@ -148,11 +157,33 @@ def _compare(
 
 def _compare_samples(ours: list[Any], theirs: list[Any], *, ordered: bool) -> tuple[int, tuple[str, float | None] | None]:
     """Of each batch its sample numbers, or None where they are not known."""
-    one, other = (Counter(sample for batch in side for sample in batch or []) for side in (ours, theirs))
+    if any(batch is None for side in (ours, theirs) for batch in side):
+        return 0, None
+    one, other = (Counter(sample for batch in side for sample in batch) for side in (ours, theirs))
     size = sum(one.values())
     if one != other:
         return size, (f"are others: {sum((one - other).values())} of {size}", None)
     return size, None if ours == theirs or not ordered else ("are the same, in another order or in other batches", None)
+
+
+def _contents(step: Step) -> dict[int, set[str]]:
+    """Of each sample whose number is known the hashes of its parts, as they came into the forward."""
+    found: dict[int, set[str]] = {}
+    for batch in step["batches"]:
+        for part in batch["rows"].values():
+            if batch["index"] is not None and len(part) == len(batch["index"]):
+                for sample, content in zip(batch["index"], part, strict=True):
+                    found.setdefault(sample, set()).add(content)
+    return found
+
+
+def _compare_contents(ours: dict[int, set[str]], theirs: dict[int, set[str]]) -> tuple[int, tuple[str, float | None] | None]:
+    """Of samples that both sides have; one may see more of a sample: its target, say, where the forward takes the whole batch."""
+    both = ours.keys() & theirs.keys()
+    other = [sample for sample in both if not (ours[sample] <= theirs[sample] or theirs[sample] <= ours[sample])]
+    if not other:
+        return len(both), None
+    return len(both), (f"of {len(other)} of {len(both)} samples are others: augmentation, padding or noise", None)
 
 
 def _of_forwards(step: Step, part: str) -> dict[str, Any]:
@@ -167,28 +198,37 @@ def share(one: dict[str, Any] | None, other: dict[str, Any] | None) -> float | N
     return distance(one, other) / norm if norm else math.inf
 
 
-def compare_records(a: Path, b: Path) -> ScriptOutcome:
-    """Of two folders.
+def compare_records(a: Path, b: Path, *, from_step: int = 0) -> ScriptOutcome:
+    """Of two folders, a from step number `from_step` on.
 
     Raises:
         CannotTell: one of them holds no whole record of a script.
     """
-    return compare_scripts(load_script_run(a, name="a"), load_script_run(b, name="b"))
+    return compare_scripts(load_script_run(a, name="a").from_step(from_step), load_script_run(b, name="b"))
 
 
-def compare_commands(commands: Sequence[str], out: Path, *, steps: int, timeout: float) -> ScriptOutcome:
-    """Run two commands, one after the other, and compare what they do.
+def run_commands(
+    a: str, b: str, out: Path, *, steps: int, timeout: float, anchored: bool, measures: tuple[str, str] = ("", "")
+) -> None:
+    """Run two commands, one after the other, and record them in out/a and out/b; with `anchored` a once more, in out/reordered.
+
+    Args:
+        measures: Counter-measures in a and in b.
 
     Raises:
         CannotTell: one of them failed, or took no step.
     """
-    for name, command in zip("ab", commands, strict=True):
-        print(f"{name}  {command}", flush=True)
+    anchor = {ANCHOR: str((out / "a").resolve())} if anchored else {}
+    of_a, of_b = measures
+    jobs = {"a": (a, of_a, {KEEP: "1"} if anchored else {}), "b": (b, of_b, anchor)}
+    if anchored:
+        jobs["reordered"] = a, of_a, {**anchor, PERMUTE: "1"}
+    for name, (command, measure, more) in jobs.items():
+        print(f"{name}  {command}" + (f"  [{measure}]" if measure else ""), flush=True)
         words = shlex.split(command)
         if not words:
             raise CannotTell(f"--{name} is empty: give a command.")
-        code = run_recorded(words, out / name, steps=steps, timeout=timeout)
+        code = run_recorded(words, out / name, steps=steps, timeout=timeout, more={**more, INTERVENE: measure})
         recorded(out / name, words, code)
         if code != 0:
             raise CannotTell(f"{command} ended with exit code {code}.")
-    return compare_records(out / "a", out / "b")

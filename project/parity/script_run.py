@@ -1,15 +1,16 @@
 """A training of anyone's, as `record/attached.py` has written it: by rank and optimizer step, names without their wrappers."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from project.parity.recorded_run import CannotTell
+from project.record.attached import bare
+from project.runtime.plurals import count
 
 Step = dict[str, Any]
 
-WRAPPERS = {"module", "_orig_mod", "_forward_module", "model"}  # of DDP, torch.compile, Lightning's strategies, LightningModules
 NAMED = ("initial", "local", "reduced", "clipped", "weights", "buffers", "state")  # parts of a step with the names of tensors
 
 
@@ -27,6 +28,16 @@ class ScriptRun:
     ranks: dict[int, list[Step]]
     environments: dict[int, dict[str, Any]]
 
+    def from_step(self, number: int) -> "ScriptRun":
+        """The same run without its first steps.
+
+        Raises:
+            CannotTell: it has no more.
+        """
+        if number >= self.steps:
+            raise CannotTell(f"--from-step {number}: {self.name} has {count(self.steps, 'step')}. Give a smaller number.")
+        return replace(self, ranks={rank: _resumed(steps, number) for rank, steps in self.ranks.items()})
+
     @property
     def world_size(self) -> int:
         return len(self.ranks)
@@ -36,17 +47,17 @@ class ScriptRun:
         return len(self.ranks[min(self.ranks)])
 
 
+def _resumed(steps: list[Step], number: int) -> list[Step]:
+    """From step `number` on, whose weights before it are those that the step before has left."""
+    if number == 0:
+        return steps
+    first = {**steps[number], "initial": {**steps[number]["initial"], **steps[number - 1]["weights"]}}
+    return [first, *steps[number + 1 :]]
+
+
 def holds_scripts(folder: Path) -> bool:
     """Whether a folder has records of this kind, and not of our own trainers'."""
     return any(folder.glob("process-*.jsonl"))
-
-
-def bare(name: str) -> str:
-    """A tensor's name without what wraps the model, at its beginning, and without torch.compile's anywhere."""
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
-    while len(parts) > 1 and parts[0] in WRAPPERS:
-        parts.pop(0)
-    return ".".join(parts)
 
 
 def _renamed(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +86,9 @@ def load_script_run(folder: Path, *, name: str) -> ScriptRun:
             raise CannotTell(f"{folder}: two processes were rank {rank}. Record one training at a time.")
         if not events or events[-1]["event"] != "end":
             raise CannotTell(f"{path} breaks off: the process of rank {rank} did not come to its end.")
+        for event in events:
+            if event["event"] == "refused":
+                raise CannotTell(f"{folder}: {event['reason']} cannot be compared: no rank has the whole of a tensor.")
         world_sizes.add(start["world_size"])
         ranks[rank] = [event for event in events if event["event"] == "step"]
         for step in ranks[rank]:

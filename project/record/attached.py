@@ -12,12 +12,20 @@ starts (`on_path/sitecustomize.py`). It hooks what torch offers for all models a
 
 What is written are digests and numbers, no data. It changes nothing: no random number is drawn, no tensor is written to.
 
+Two runs whose steps round differently drift apart, so that only single steps can be compared. Variables ask for that, and then,
+and only then, something is changed: LOCKSTEP_RECORD_KEEP=1 also keeps what rank 0 has after each step, whole;
+LOCKSTEP_RECORD_ANCHOR=DIR puts that of another run, kept in DIR, into this one after each step, so that the next one begins where
+the other began; LOCKSTEP_RECORD_PERMUTE=1 puts the samples of each batch of a DataLoader into another order, which shows how
+large rounding is; LOCKSTEP_RECORD_INTERVENE names counter-measures of intervene.py.
+
 **Format.** `DIR/process-<pid>.jsonl`, an event a line:
 
     {"event": "start", "version": 1, "pid", "rank", "world_size", "argv", "environment": {...}}
     {"event": "step", "step", "optimizer", "batches": [{"index": [...] or null, "inputs": {place: tensor}, "rows":
         {place: [hash]}, "outputs": {place: tensor}}], "backward": [value], "lr": [...], "initial", "local", "reduced",
-        "clipped", "weights", "buffers", "state": {name: tensor}, "eval": [names of modules that are not in training mode]}
+        "clipped", "weights", "buffers", "state": {name: tensor}, "modules": [their types], "eval": [names
+        of modules that are not in training mode]}
+    {"event": "refused", "reason"}; then nothing follows but the end
     {"event": "end", "steps"}
 
 `step` counts the steps of all optimizers of a process from 0, `optimizer` numbers them. A tensor is what `digest` makes; `rows`
@@ -30,10 +38,12 @@ import base64
 import functools
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +59,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 FOLDER, STEPS = "LOCKSTEP_RECORD_FOLDER", "LOCKSTEP_RECORD_STEPS"
+KEEP, ANCHOR, PERMUTE = "LOCKSTEP_RECORD_KEEP", "LOCKSTEP_RECORD_ANCHOR", "LOCKSTEP_RECORD_PERMUTE"
+INTERVENE = "LOCKSTEP_RECORD_INTERVENE"
+WRAPPERS = {"module", "_orig_mod", "_forward_module", "model"}  # of DDP, torch.compile, Lightning's strategies, LightningModules
 VERSION = 1
 
 SIDE = 4  # 4 x 4 projections
@@ -124,19 +137,55 @@ def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(part, f"{place}.{number}" if place else str(number))
 
 
+def is_plain(value: Tensor) -> bool:
+    """Whether a tensor's elements can be read as they are: no sparse one, and none that stands for others, as FSDP's do."""
+    own = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    return own and value.layout == torch.strided and not value.is_meta and not value.is_quantized
+
+
 def describe(value: Tensor) -> dict[str, Any] | None:
     """A digest; None of what has no plain elements."""
-    plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
-    return digest(value) if plain else None
+    return digest(value) if is_plain(value) else None
 
 
 def rows(value: Tensor) -> list[str]:
     """A short hash of each sample, where the first dimension is that of samples."""
-    if value.layout != torch.strided or value.dim() == 0 or len(value) > 4096:
+    if not is_plain(value) or value.dim() == 0 or len(value) > 4096:
         return []
     flat = value.detach().cpu().contiguous().reshape(len(value), -1) if value.numel() else value.detach().cpu()
     kind = f"{value.dtype}{list(value.shape[1:])}".encode()
     return [hashlib.blake2b(kind + bits(row).numpy().tobytes(), digest_size=8).hexdigest() for row in flat]
+
+
+def bare(name: str) -> str:
+    """A tensor's name without what wraps the model, at its beginning, and without torch.compile's anywhere."""
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] in WRAPPERS:
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def reordered(value: Any, order: Tensor) -> Any:
+    """With the samples of all tensors in another order, in dicts, lists and tuples; int64 [batch], of old places."""
+    if isinstance(value, Tensor):
+        return value[order] if value.dim() and len(value) == len(order) else value
+    if isinstance(value, dict):
+        return type(value)({key: reordered(part, order) for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        parts = [reordered(part, order) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def state_file(folder: str | os.PathLike[str], step: int) -> Path:
+    """What rank 0 had after optimizer step number `step`, from 0."""
+    return Path(folder) / f"state-{step}.pt"
+
+
+def place_of() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    together = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
 def environment() -> dict[str, Any]:
@@ -154,13 +203,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def find_names(optimizer: Any) -> tuple[dict[int, str], nn.Module | None]:
+def find_names(optimizer: Any, model: nn.Module | None) -> tuple[dict[int, str], nn.Module | None]:
     """Names of an optimizer's parameters, by id, and the outermost module that holds most of them.
 
-    Modules are looked for among all living objects: a loop may call any part of a model, and nothing else tells of the whole.
+    Unless `model` is given, modules are looked for among all living objects: a loop may call any part of a model, and nothing
+    else tells of the whole.
     """
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)] if model is None else [model]
     inner = {id(child) for module in modules for child in module.children()}
     best: tuple[int, nn.Module | None] = 0, None
     for module in modules:
@@ -172,6 +222,41 @@ def find_names(optimizer: Any) -> tuple[dict[int, str], nn.Module | None]:
         for at, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), f"group {number}, parameter {at}")
     return {key: name for key, name in names.items() if key in wanted}, best[1]
+
+
+def whole(optimizer: Any, parameters: dict[str, Tensor], root: nn.Module | None) -> dict[str, dict[str, Any]]:
+    """Weights, buffers and optimizer state themselves, by names without wrappers."""
+    return {
+        "weights": {bare(name): p.detach().cpu().clone() for name, p in parameters.items()},
+        "buffers": {bare(name): b.cpu().clone() for name, b in root.named_buffers()} if root is not None else {},
+        "state": {
+            f"{bare(name)}/{key}": value.cpu().clone() if isinstance(value, Tensor) else value
+            for name, p in parameters.items()
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor | int | float)
+        },
+    }
+
+
+@torch.no_grad()
+def put_back(kept: dict[str, dict[str, Any]], optimizer: Any, parameters: dict[str, Tensor], root: nn.Module | None) -> list[str]:
+    """Make this run's state that of another one. Returns names that it has not."""
+    own = {bare(name): p for name, p in parameters.items()}
+    buffers = {bare(name): b for name, b in root.named_buffers()} if root is not None else {}
+    for have, theirs in ((own, kept["weights"]), (buffers, kept["buffers"])):
+        missing = [name for name in theirs if name not in have or have[name].shape != theirs[name].shape]
+        if missing:
+            return missing
+        for name, value in theirs.items():
+            have[name].copy_(value)
+    for name, value in kept["state"].items():
+        place, _, key = name.rpartition("/")
+        state = optimizer.state[own[place]]
+        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
+            state[key].copy_(value)
+        elif key in state:
+            state[key] = value
+    return []
 
 
 @dataclass
@@ -195,6 +280,28 @@ class Delivery:
         return {tensor.data_ptr() for tensor in alive if tensor is not None and tensor.numel()}
 
 
+def sharded(optimizer: Any, root: nn.Module | None) -> str | None:
+    """What of a training keeps this recorder from seeing its tensors whole; None where nothing does."""
+    kinds = {type(part).__name__ for part in root.modules()} if root is not None else set()
+    known = {"FullyShardedDataParallel": "FSDP", "DeepSpeedEngine": "DeepSpeed"}
+    found = [name for kind, name in known.items() if kind in kinds]
+    parts = any(hasattr(p, "full_tensor") for group in optimizer.param_groups for p in group["params"])
+    return found[0] if found else "parameters that are spread over ranks (DTensor)" if parts else None
+
+
+def careful(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that never ends the training: what goes wrong is written down, and nothing is recorded any more."""
+
+    @functools.wraps(method)
+    def call(self: "Recorder", *arguments: Any, **options: Any) -> None:
+        try:
+            method(self, *arguments, **options)
+        except Exception:
+            self.fail()
+
+    return call
+
+
 class Recorder:
     """Writes what the trainings of this process do.
 
@@ -207,6 +314,8 @@ class Recorder:
 
     def __init__(self, model: nn.Module | None, optimizer: Any, folder: str | os.PathLike[str], *, steps: int = 0) -> None:
         self.model, self.folder, self.last = model, Path(folder), steps
+        self._keep, self._anchor = KEEP in os.environ, os.environ.get(ANCHOR)
+        self._permute = PERMUTE in os.environ
         self._begin()
         modules = torch.nn.modules.module
         modules.register_module_forward_pre_hook(self._before_forward)
@@ -223,6 +332,7 @@ class Recorder:
         """With nothing seen yet; anew in a process that was forked off."""
         self._pid = os.getpid()
         self._file: TextIO | None = None
+        self._off = False  # nothing is recorded any more
         self._steps = 0
         self._outer: nn.Module | None = None
         self._forwards: list[dict[str, Any]] = []
@@ -237,7 +347,7 @@ class Recorder:
         self._optimizers: list[tuple[Any, dict[int, str], nn.Module | None]] = []
 
     def _own(self) -> bool:
-        if torch.compiler.is_compiling():
+        if self._off or torch.compiler.is_compiling():
             return False
         if os.getpid() != self._pid:
             self._begin()
@@ -245,19 +355,31 @@ class Recorder:
 
     # Batches
 
+    @careful
     def _ask(self, iterator: Any, numbers: Any) -> None:
         asked = iterator.__dict__.setdefault("lockstep_asked", deque())
         asked.append(numbers)
 
-    def _deliver(self, iterator: Any, batch: Any) -> None:
-        if not self._own():
-            return
+    def _deliver(self, iterator: Any, batch: Any) -> Any:
+        """The batch, which is another one only where the samples are to be in another order."""
+        try:
+            return self._note_batch(iterator, batch) if self._own() else batch
+        except Exception:
+            self.fail()
+            return batch
+
+    def _note_batch(self, iterator: Any, batch: Any) -> Any:
         self._outer = None
         asked = iterator.__dict__.get("lockstep_asked")
         numbers = asked.popleft() if asked else None
         numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
         known = numbers if all(isinstance(number, int) for number in numbers) else None
+        if self._permute:
+            order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(len(numbers)))
+            batch = reordered(batch, order)
+            known = [known[place] for place in order.tolist()] if known is not None else None
         self._delivered.append(Delivery(id(iterator), known, [weakref.ref(leaf) for _, leaf in leaves(batch)]))
+        return batch
 
     def _numbers_of(self, inputs: list[tuple[str, Tensor]]) -> list[int] | None:
         """Of the batch whose memory the inputs are; else, where they are copies, of the next one of the newest loader."""
@@ -273,12 +395,14 @@ class Recorder:
 
     # Forward and backward
 
+    @careful
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or self._outer is not None or not torch.is_grad_enabled():
             return
         if any(p.requires_grad for p in module.parameters()):
             self._outer = module
 
+    @careful
     def _after_forward(self, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._outer or not self._own():
             return
@@ -298,11 +422,15 @@ class Recorder:
 
         @functools.wraps(own)
         def backward(tensors: Any, *arguments: Any, **options: Any) -> Any:
-            if self._own():
-                self._losses += [leaf.item() for _, leaf in leaves(tensors) if leaf.numel() == 1]
+            self._note_losses(tensors)
             return own(tensors, *arguments, **options)
 
         torch.autograd.backward = backward  # Tensor.backward calls it by this name
+
+    @careful
+    def _note_losses(self, tensors: Any) -> None:
+        if self._own():
+            self._losses += [leaf.item() for _, leaf in leaves(tensors) if leaf.numel() == 1 and is_plain(leaf)]
 
     def _wrap_optimizers(self) -> None:
         own = torch.optim.Optimizer.add_param_group
@@ -321,6 +449,7 @@ class Recorder:
                 # Runs when a gradient has been added up, before DDP copies it into a bucket.
                 parameter.register_post_accumulate_grad_hook(self._gradient)
 
+    @careful
     def _gradient(self, parameter: Tensor) -> None:
         if not self._own():
             return
@@ -336,9 +465,10 @@ class Recorder:
         self._fresh[id(parameter)] = parameter
         self._local[id(parameter)] = describe(parameter.grad)
 
+    @careful
     def _end_backward(self) -> None:
         self._in_backward = False
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        together = place_of()[1] > 1
         for key, parameter in self._fresh.items():
             gradient = parameter.grad
             if gradient is not None:
@@ -347,10 +477,13 @@ class Recorder:
 
     # Steps
 
+    @careful
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if not self._own():
             return
         number, names, root = self._known(optimizer)
+        if self._off:
+            return
         parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         step = {
             "event": "step",
@@ -371,9 +504,18 @@ class Recorder:
                 for key, value in optimizer.state.get(p, {}).items()
                 if isinstance(value, Tensor)
             },
+            "modules": sorted({type(part).__name__ for part in root.modules()}) if root is not None else [],
             "eval": [name for name, part in root.named_modules() if not part.training] if root is not None else [],
         }
         self._write(step)
+        if self._keep and place_of()[0] == 0:
+            torch.save(whole(optimizer, parameters, root), state_file(self.folder, self._steps))
+        if self._anchor is not None and state_file(self._anchor, self._steps).exists():
+            kept = torch.load(state_file(self._anchor, self._steps), map_location="cpu", weights_only=True)
+            missing = put_back(kept, optimizer, parameters, root)
+            if missing:
+                self._write({"event": "refused", "reason": f"a run without {missing[0]}, which the other has,"})
+                self._off = True
         self._forwards, self._losses = [], []
         for parameter in parameters.values():
             self._local.pop(id(parameter), None)
@@ -392,7 +534,11 @@ class Recorder:
                     return number, names, root
                 del self._optimizers[number]
                 break
-        names, root = find_names(optimizer)
+        names, root = find_names(optimizer, self.model)
+        reason = sharded(optimizer, root)
+        if reason is not None:
+            self._write({"event": "refused", "reason": reason})
+            self._off = True
         self._optimizers.append((optimizer, names, root))
         return len(self._optimizers) - 1, names, root
 
@@ -407,19 +553,26 @@ class Recorder:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = (self.folder / f"process-{self._pid}.jsonl").open("w", encoding="utf-8")
-            together = dist.is_available() and dist.is_initialized()
+            rank, world_size = place_of()
             start = {
                 "event": "start",
                 "version": VERSION,
                 "pid": self._pid,
-                "rank": dist.get_rank() if together else 0,
-                "world_size": dist.get_world_size() if together else 1,
+                "rank": rank,
+                "world_size": world_size,
                 "argv": sys.argv,
                 "environment": environment(),
             }
             self._file.write(json.dumps(start) + "\n")
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
+
+    def fail(self) -> None:
+        """The recorder has failed: the training goes on, and the command that records it finds this file."""
+        self._off = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"error-{os.getpid()}.txt").open("w", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
 
     def close(self) -> None:
         """The end of the record, if there is one."""
@@ -432,6 +585,13 @@ class Recorder:
 def attach() -> None:
     """In a process of a recorded command."""
     Recorder(None, None, os.environ[FOLDER], steps=int(os.environ.get(STEPS, "0")))
+    if os.environ.get(INTERVENE):
+        spec = importlib.util.spec_from_file_location("lockstep_intervene", Path(__file__).with_name("intervene.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.intervene(os.environ[INTERVENE])
 
 
 class Private:
@@ -443,8 +603,8 @@ class Private:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
     @staticmethod
-    def watch_loaders(before: Callable[[Any, Any], None], after: Callable[[Any, Any], None]) -> None:
-        """Have `before(iterator, numbers)` called when a DataLoader asks for samples, and `after(iterator, batch)` later.
+    def watch_loaders(before: Callable[[Any, Any], None], after: Callable[[Any, Any], Any]) -> None:
+        """Call `before(iterator, numbers)` when a DataLoader asks for samples, `after(iterator, batch)` for the batch it gives.
 
         Its iterators have no public name and no hook, and one of another type would change what scripts ask of it. Without these
         names AttributeError, which the command says.
@@ -458,9 +618,7 @@ class Private:
             return numbers
 
         def next_batch(self: Any) -> Any:
-            batch = own_next(self)
-            after(self, batch)
-            return batch
+            return after(self, own_next(self))
 
         kind.__next__, kind._next_index = next_batch, next_index  # type: ignore[method-assign]
 

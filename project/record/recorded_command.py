@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from project.record.attached import FOLDER, STEPS
+from project.record.attached import ANCHOR, FOLDER, INTERVENE, KEEP, PERMUTE, STEPS
 from project.runtime.errors import UserError
 from project.runtime.plurals import count
 
@@ -17,26 +17,35 @@ ON_PATH = Path(__file__).resolve().parent / "on_path"
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
 
-def recording_environment(folder: Path, *, steps: int) -> dict[str, str]:
-    """This process's, with the recorder before all that PYTHONPATH has."""
+def recording_environment(folder: Path, *, steps: int, more: dict[str, str]) -> dict[str, str]:
+    """This process's, with the recorder before all that PYTHONPATH has, and without what an outer recording has asked for."""
+    own = {name: value for name, value in os.environ.items() if name not in (KEEP, ANCHOR, PERMUTE, INTERVENE)}
     path = os.pathsep.join([str(ON_PATH), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, FOLDER: str(folder.resolve()), STEPS: str(steps)}
+    return {**own, "PYTHONPATH": path, FOLDER: str(folder.resolve()), STEPS: str(steps), **more}
 
 
-def run_recorded(command: Sequence[str], folder: Path, *, steps: int = 0, timeout: float | None = None) -> int:
+def run_recorded(
+    command: Sequence[str], folder: Path, *, steps: int = 0, timeout: float | None = None, more: dict[str, str] | None = None
+) -> int:
     """The exit code of a command, whose output goes where this process's goes.
 
     Args:
         command: As in a shell, without the shell.
-        folder: Where the records go; made by the first process that takes a step.
+        folder: Where the records go.
         steps: End each process after so many optimizer steps; 0 lets them end by themselves.
         timeout: End the command after so many seconds.
+        more: Variables that ask the recorder for more, of `attached.py`.
 
     Raises:
-        UserError: the command cannot be started, or was ended after `timeout`.
+        UserError: the folder cannot be made, or the command cannot be started, or was ended after `timeout`.
     """
+    environment = recording_environment(folder, steps=steps, more=more or {})
     try:
-        process = subprocess.Popen(command, env=recording_environment(folder, steps=steps), preexec_fn=end_with_parent())
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made: {error.strerror}. Name another folder.") from error
+    try:
+        process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent())
     except OSError as error:
         raise UserError(
             f"{command[0]} cannot be started: {error.strerror}. Give the command as you type it, after --."
