@@ -279,7 +279,7 @@ def test_one_changed_number_in_a_record_is_found(compared: tuple[Finished, Path]
     assert finished.code == 1, finished.err
     assert "NOT EQUIVALENT FROM STEP 3: UPDATE" in finished.out
     assert "fc.weight" in finished.out
-    with pytest.raises(CannotTell, match="this is one record"):
+    with pytest.raises(CannotTell, match="both names are the same record"):
         compare_folders(tmp_path / "changed", tmp_path / "changed")
 
 

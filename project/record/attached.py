@@ -44,6 +44,7 @@ import os
 import platform
 import sys
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -290,10 +291,15 @@ def sharded(optimizer: Any, root: nn.Module | None) -> str | None:
 
 
 def careful(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that never ends the training: what goes wrong is written down, and nothing is recorded any more."""
+    """A hook that never ends the training: what goes wrong is written down, and nothing is recorded any more.
+
+    It returns at once while torch compiles: a graph that held what a hook does would be another one.
+    """
 
     @functools.wraps(method)
     def call(self: "Recorder", *arguments: Any, **options: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         try:
             method(self, *arguments, **options)
         except Exception:
@@ -317,6 +323,8 @@ class Recorder:
         self._keep, self._anchor = KEEP in os.environ, os.environ.get(ANCHOR)
         self._permute = PERMUTE in os.environ
         self._begin()
+        # torch's, of every compiled module in a process with hooks for all: theirs return at once
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         modules = torch.nn.modules.module
         modules.register_module_forward_pre_hook(self._before_forward)
         modules.register_module_forward_hook(self._after_forward, with_kwargs=True)
@@ -347,7 +355,7 @@ class Recorder:
         self._optimizers: list[tuple[Any, dict[int, str], nn.Module | None]] = []
 
     def _own(self) -> bool:
-        if self._off or torch.compiler.is_compiling():
+        if self._off:
             return False
         if os.getpid() != self._pid:
             self._begin()
@@ -397,14 +405,14 @@ class Recorder:
 
     @careful
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or self._outer is not None or not torch.is_grad_enabled():
+        if self._outer is not None or not torch.is_grad_enabled():
             return
         if any(p.requires_grad for p in module.parameters()):
             self._outer = module
 
     @careful
     def _after_forward(self, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or module is not self._outer or not self._own():
+        if module is not self._outer or not self._own():
             return
         self._outer = None
         given = [*leaves(inputs), *leaves(more)]
